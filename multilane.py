@@ -26,8 +26,9 @@ import hashlib
 import json
 import os
 import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Iterable, NamedTuple, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -59,15 +60,15 @@ class LaneConfig:
     merged_tokens: int = 30  # Token Merging halves the tokens until at most so many are left
 
     def __post_init__(self):
-        for name, least in dict(selectors=1, prompts=0, prompt_blocks=0, merged_tokens=1).items():
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise ValueError(
-                    f"LaneConfig.{name} is {value!r}: give a whole number of at least {least}."
-                )
-        for name in ("pre_head_norm", "pathways", "drop_replace", "token_merging"):
-            if type(getattr(self, name)) is not bool:
-                raise ValueError(f"LaneConfig.{name} is {getattr(self, name)!r}: give True or False.")
+        least = {"selectors": 1, "prompts": 0, "prompt_blocks": 0, "merged_tokens": 1}
+        for name, value in asdict(self).items():
+            if name in least and (type(value) is not int or value < least[name]):
+                wish = f"a whole number of at least {least[name]}"
+            elif name not in least and type(value) is not bool:
+                wish = "True or False"
+            else:
+                continue
+            raise ValueError(f"LaneConfig.{name} is {value!r}: give {wish}.")
         if self.token_merging and not self.drop_replace:
             raise ValueError(
                 "LaneConfig cannot have token_merging=True with drop_replace=False: without "
@@ -83,60 +84,52 @@ def build_backbone(name: str, pretrained: bool = True) -> nn.Module:
     """A timm ViT by its full name, e.g. "vit_base_patch16_224.augreg_in21k_ft_in1k"."""
     try:
         import timm
-    except ImportError as error:
-        raise ImportError("A backbone by name needs timm: pip install timm.") from error
-    if not timm.is_model(name):
-        near = timm.list_models(f"*{name.split('.')[0]}*")[:3]
-        hint = f"did you mean {' or '.join(near)}" if near else "timm.list_models() lists them"
-        raise ValueError(f"timm has no model named {name!r}: {hint}.")
-    try:
+
         return timm.create_model(name, pretrained=pretrained, num_classes=0)
     except Exception as error:  # timm passes on whatever the hub or the network raised
-        if not pretrained:
-            raise
-        raise RuntimeError(
-            f"The weights of {name!r} could not be had ({type(error).__name__}: {error}); "
-            "build the backbone with timm.create_model from a local file and pass that object."
+        raise ValueError(
+            f"timm could not build {name!r} ({type(error).__name__}: {error}); check the name with "
+            "timm.list_models, or make the backbone from a local file and pass that object."
         ) from error
 
 
 def check_backbone(vit: nn.Module) -> None:
     """Refuse, with the reason, every backbone over which the identities below would not hold."""
 
-    def refuse(why: str):
-        raise ValueError(
-            f"{type(vit).__name__} cannot carry lanes: {why}; use a timm VisionTransformer with a "
-            "class token and plain attention (ViT, DeiT, DINO, DINOv2, CLIP image towers)."
-        )
+    def refuse_if(condition: bool, why: str):
+        if condition:
+            raise ValueError(
+                f"{type(vit).__name__} cannot carry lanes: {why}; use a timm VisionTransformer with "
+                "a class token and plain attention (ViT, DeiT, DINO, DINOv2, CLIP image towers)."
+            )
 
-    if not all(hasattr(vit, part) for part in ("patch_embed", "blocks", "_pos_embed", "norm")):
-        refuse("it is not a timm VisionTransformer")
-    if getattr(vit, "cls_token", None) is None:
-        refuse("it has no class token for the lanes to start from")
-    if getattr(vit, "rope", None) is not None or getattr(vit, "rot_pos_emb", None) is not None:
-        refuse("it has rotary positions, which turn keys by place, and a summary has no place")
+    def has(module, *parts):  # timm leaves out a part by None or by Identity
+        found = [getattr(module, part, None) for part in parts]
+        return all(part is not None and not isinstance(part, nn.Identity) for part in found)
+
+    refuse_if(not has(vit, "patch_embed", "blocks", "_pos_embed"), "it is not a VisionTransformer")
+    refuse_if(not has(vit, "cls_token"), "it has no class token for the lanes to start from")
+    rotary = has(vit, "rope") or has(vit, "rot_pos_emb")
+    refuse_if(rotary, "its rotary positions turn keys by their place, and a summary has no place")
     for index, block in enumerate(vit.blocks):
-        attn, where = getattr(block, "attn", None), f"block {index}"
-        if not hasattr(attn, "qkv") or not all(hasattr(block, p) for p in ("norm1", "norm2", "mlp")):
-            refuse(f"{where} is a {type(block).__name__} without norm1, attn.qkv, norm2 and mlp")
-        for part in ("q_norm", "k_norm"):
-            if not isinstance(getattr(attn, part, nn.Identity()), nn.Identity):
-                refuse(f"{where} has qk-norm, so a summary's key is not the mean of its keys")
-        if getattr(attn, "gate", None) is not None:
-            refuse(f"{where} has gated attention, so its output is not linear in the values")
-        if not isinstance(getattr(attn, "norm", nn.Identity()), nn.Identity):
-            refuse(f"{where} has scaled attention (a norm before proj) that lanes would bypass")
-        # Whatever else a block may do differently shows when both run on the same few tokens.
-        if not attn.qkv.weight.is_meta:
-            weight = attn.qkv.weight
+        attn, where = getattr(block, "attn", None), f"block {index} ({type(block).__name__})"
+        plain = has(block, "norm1", "norm2", "mlp") and has(attn, "qkv", "proj")
+        plain = plain and hasattr(block, "ls1") and hasattr(block, "ls2")
+        refuse_if(not plain, f"{where} is not made of norm1, attn with qkv and proj, norm2 and mlp")
+        normed = has(attn, "q_norm") or has(attn, "k_norm")
+        refuse_if(normed, f"{where} has qk-norm, so a summary's key is not the mean of its keys")
+        refuse_if(has(attn, "gate"), f"{where} has gated attention, which is not linear in values")
+        refuse_if(has(attn, "norm"), f"{where} has scaled attention, a norm between heads and proj")
+        weight = attn.qkv.weight
+        if not weight.is_meta:  # whatever else it does differently shows on a few tokens
             x = torch.arange(4 * weight.shape[1], device=weight.device).sin().to(weight.dtype)
+            x = x.view(1, 4, -1)
             with torch.no_grad():
-                x = x.view(1, 4, -1)
-                q, k, v = project(attn, block.norm1(x))
-                ours, theirs = finish(block, x, frozen_attention(q, k, v)), block(x)
-            loose = 1e-4 if weight.dtype in (torch.float32, torch.float64) else 5e-2
-            if not torch.allclose(ours, theirs, rtol=loose, atol=loose * float(theirs.abs().max())):
-                refuse(f"{where} is not pre-norm softmax attention followed by an MLP")
+                theirs, heads = block(x), frozen_attention(*project(attn, block.norm1(x)))
+                off = (finish(block, x, heads) - theirs).abs().max() / theirs.abs().max()
+            strict = weight.dtype in (torch.float32, torch.float64)
+            other = off > (1e-4 if strict else 5e-2)
+            refuse_if(other, f"{where} is not pre-norm softmax attention followed by an MLP")
 
 
 def embed(vit: nn.Module, images: Tensor) -> Tensor:
@@ -233,7 +226,7 @@ def merge_tokens(g: Tensor, at_most: int) -> Tensor:
         moved = moved.scatter(1, stay.expand(-1, -1, M // 2), 0.0)
         kept = members[:, ::2].gather(1, stay.expand(-1, -1, N))  # [B,M%2,N]
         members = torch.cat([kept, members[:, 1::2] + moved.mT @ members[:, ::2]], 1)
-    return (members / members.sum(-1, keepdim=True)).to(g.dtype)
+    return members / members.sum(-1, keepdim=True)
 
 
 def prefix_attention(attn: nn.Module, x: Tensor, prompts: Tensor | None) -> Tensor:
@@ -256,7 +249,8 @@ def reference_lane(vit: nn.Module, lane: "Lane", stream: list[BlockStream]) -> T
         n = block.norm1(tokens)
         c, s = n[:, :1], n[:, 1:]
         if config.token_merging:
-            x = torch.cat([c, merge_tokens(g, config.merged_tokens) @ g], 1)  # [B,1+M,D]
+            merged = merge_tokens(g, config.merged_tokens).to(g.dtype) @ g
+            x = torch.cat([c, merged], 1)  # [B,1+M,D]
         elif config.drop_replace or index == 0:
             x = torch.cat([c, summarize(s, g)], 1)  # [B,1+S,D]
         else:
@@ -298,7 +292,8 @@ def stack_lanes(vit: nn.Module, lanes: Sequence["Lane"]) -> LaneStack:
     if lanes[0].config.token_merging:
         return LaneStack(None, prompts)
     s, path = torch.stack([lane.selectors for lane in lanes]), []  # [T,S,D]
-    with torch.autocast(s.device.type, enabled=False):  # once per weights: no reason to round
+    device = "cpu" if s.is_meta else s.device.type
+    with torch.autocast(device, enabled=False):  # once per weights: no reason to round
         for block in vit.blocks:
             path.append(block.norm1(s))
             s = s + block.ls1(path[-1])
@@ -308,65 +303,57 @@ def stack_lanes(vit: nn.Module, lanes: Sequence["Lane"]) -> LaneStack:
 
 def look(s: Tensor, g: Tensor) -> Tensor:
     """How much every selector wants every token: s [T,S,D], g [B,N,D] -> scores z [B,T,S,N]."""
-    return torch.einsum("tsd,bnd->btsn", s * s.shape[-1] ** -0.5, g)
+    z = F.linear(g, s.flatten(0, 1) * s.shape[-1] ** -0.5)  # [B,N,T*S], one matrix product
+    return z.mT.unflatten(1, s.shape[:2])
 
 
-def weigh(alpha: Tensor, r: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
-    """The softmax of lane attention, in terms of the frozen tokens (identity ii).
+def mix(z: Tensor, r: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
+    """From scores to weights, the heart of lane attention; the kernel below computes just this.
 
-    alpha [B,T,S,N]; r [B,T,H,N] the [CLS] query against the frozen keys; e [B,T,H,P+1] the same
+    z [B,T,S,N]; r [B,T,H,N] the [CLS] query against the frozen keys; e [B,T,H,P+1] the same
     against the prompts and its own key -> a [B,T,H,N] weights over the frozen values, and
     w [B,T,H,P+1] over the prompts and its own value.
     """
-    scores = torch.cat([e, r @ alpha.mT], -1)  # [B,T,H,P+1+S]
+    alpha = z.softmax(-1)  # [B,T,S,N], equation 3
+    scores = torch.cat([e, r @ alpha.mT], -1)  # [B,T,H,P+1+S], identity (ii)
     w, summaries = scores.softmax(-1).split([e.shape[-1], alpha.shape[2]], -1)
     return summaries @ alpha, w
 
 
-def mix(z: Tensor, r: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
-    """From the selectors' scores z [B,T,S,N] to weights; the kernel below computes just this."""
-    return weigh(z.softmax(-1), r, e)
-
-
 def lane_attention(
     attn: nn.Module,
-    config: LaneConfig,
     cls: Sequence[Tensor],
     frozen: BlockStream,
-    s: Tensor | None,
+    z: Tensor,
     prompts: Tensor | None,
     mix=mix,
 ) -> Tensor:
     """The attention output of the lanes' [CLS] tokens [B,T,H*d].
 
-    cls: their query, key, value [B,T,H,d]; s [T,S,D]; prompts [2,T,H,P,d].
+    cls: their query, key, value [B,T,H,d]; z [B,T,S,N]; prompts [2,T,H,P,d].
     """
     (q, k, v), (g, keys, values) = cls, frozen
-    B, T, H, d = q.shape
-    width, D = H * d, g.shape[-1]
+    T, H, d = q.shape[1:]
     q = q * d**-0.5
     e = (q * k).sum(-1, keepdim=True)  # [B,T,H,1]
     if prompts is not None:
         e = torch.cat([torch.einsum("bthd,thpd->bthp", q, prompts[0]), e], -1)  # [B,T,H,P+1]
     if keys is not None:
         r = torch.einsum("bthd,bnhd->bthn", q, keys)  # [B,T,H,N]
-    else:  # identity (vi)
-        weight, bias = attn.qkv.weight[width:].view(2, H, d, D), attn.qkv.bias
-        r = torch.einsum("bthd,hdD->bthD", q, weight[0])  # [B,T,H,D]
-        r = (r.flatten(1, 2) @ g.mT).unflatten(1, (T, H))  # [B,T,H,N]
-        if bias is not None:
-            r = r + (q * bias[width : 2 * width].view(H, d)).sum(-1, keepdim=True)
-    if s is None:
-        alpha = merge_tokens(g, config.merged_tokens).unsqueeze(1)  # [B,1,M,N]
-        a, w = weigh(alpha.expand(-1, T, -1, -1), r, e)
-    else:
-        a, w = mix(look(s, g), r, e)  # [B,T,H,N], [B,T,H,P+1]
-    if values is not None:
+        a, w = mix(z, r, e)  # [B,T,H,N], [B,T,H,P+1]
         out = torch.einsum("bthn,bnhd->bthd", a, values)  # [B,T,H,d]
-    else:
-        out = torch.einsum("bthD,hdD->bthd", (a.flatten(1, 2) @ g).view(B, T, H, D), weight[1])
-        if bias is not None:
-            out = out + a.sum(-1, keepdim=True) * bias[2 * width :].view(H, d)
+    else:  # identity (vi)
+        _, weight_k, weight_v = attn.qkv.weight.view(3, H, d, -1)  # [H,d,D]
+        r = torch.einsum("bthd,hdD->bthD", q, weight_k)  # [B,T,H,D]
+        r = (r.flatten(1, 2) @ g.mT).unflatten(1, (T, H))  # [B,T,H,N]
+        if attn.qkv.bias is not None:
+            _, bias_k, bias_v = attn.qkv.bias.view(3, H, d)
+            r = r + (q * bias_k).sum(-1, keepdim=True)
+        a, w = mix(z, r, e)
+        out = (a.flatten(1, 2) @ g).unflatten(1, (T, H))  # [B,T,H,D]
+        out = torch.einsum("bthD,hdD->bthd", out, weight_v)  # [B,T,H,d]
+        if attn.qkv.bias is not None:
+            out = out + a.sum(-1, keepdim=True) * bias_v
     out = out + w[..., -1:] * v
     if prompts is not None:
         out = out + torch.einsum("bthp,thpd->bthd", w[..., :-1], prompts[1])
@@ -380,8 +367,8 @@ def parallel_lanes(
     c = first_cls(vit).expand(len(stream[0].g), stack.prompts.shape[2], -1)  # [B,T,D]
     for index, (block, frozen) in enumerate(zip(vit.blocks, stream)):
         cls = project(block.attn, block.norm1(c))
-        s, prompts = at_block(stack, index)
-        c = finish(block, c, lane_attention(block.attn, config, cls, frozen, s, prompts))
+        z, prompts = at_block(stack, index, config, frozen.g)
+        c = finish(block, c, lane_attention(block.attn, cls, frozen, z, prompts))
     return c
 
 
@@ -395,7 +382,8 @@ def riding_lanes(
     N, T = x.shape[1], stack.prompts.shape[2]
     x = torch.cat([x, first_cls(vit).expand(len(x), T, -1)], 1)  # [B,N+T,D]
     for index, block in enumerate(vit.blocks):
-        n, s_prompts = block.norm1(x), at_block(stack, index)
+        n = block.norm1(x)
+        z, prompts = at_block(stack, index, config, n[:, :N])
         if cls or index + 1 < len(vit.blocks):
             q, k, v = project(block.attn, n)  # [B,N+T,H,d]
             heads = [frozen_attention(q[:, :N], k[:, :N], v[:, :N])]
@@ -403,16 +391,21 @@ def riding_lanes(
             (q,), (k, v) = project(block.attn, n[:, N:], 0, 1), project(block.attn, n, 1, 3)
             x, heads = x[:, N:], []
         own, frozen = (q[:, -T:], k[:, N:], v[:, N:]), BlockStream(n[:, :N], k[:, :N], v[:, :N])
-        heads.append(lane_attention(block.attn, config, own, frozen, *s_prompts, mix=mix))
+        heads.append(lane_attention(block.attn, own, frozen, z, prompts, mix))
         x = finish(block, x, torch.cat(heads, 1))
     return x[:, -T:], final_norm(vit, x[:, 0]) if cls else None
 
 
-def at_block(stack: LaneStack, index: int) -> tuple[Tensor | None, Tensor | None]:
-    """Selectors [T,S,D] and prompts [2,T,H,P,d] of one block, None where there are none."""
-    prompted = index < len(stack.prompts) and stack.prompts.shape[4] > 0
-    s = None if stack.path is None else stack.path[index]
-    return s, stack.prompts[index] if prompted else None
+def at_block(
+    stack: LaneStack, index: int, config: LaneConfig, g: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """What the lanes bring to a block: scores z [B,T,S,N], and prompts [2,T,H,P,d] or None."""
+    prompted = index < len(stack.prompts) and config.prompts > 0
+    prompts = stack.prompts[index] if prompted else None
+    if config.token_merging:  # scores whose softmax is the averaging matrix, for every lane
+        z = merge_tokens(g, config.merged_tokens).clamp_min(1e-30).log().to(g.dtype)
+        return z.unsqueeze(1).expand(-1, stack.prompts.shape[2], -1, -1), prompts
+    return look(stack.path[index], g), prompts
 
 
 # ---------------------------------------------------------------------------------------------
@@ -428,7 +421,7 @@ if triton is not None:
     def mix_kernel(
         z, r, e, a, w,
         T, S, N, H, E,
-        z_b, z_t, z_s, r_b, r_t, r_h, e_b, e_t, e_h, a_b, a_t, a_h, w_b, w_t, w_h,
+        z_b, z_t, z_s, z_n, r_b, r_t, r_h, e_b, e_t, e_h, a_b, a_t, a_h, w_b, w_t, w_h,
         BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr,
     ):  # fmt: skip
         program = tl.program_id(0).to(tl.int64)
@@ -447,7 +440,7 @@ if triton is not None:
         scores = tl.zeros([BLOCK_H, BLOCK_S], tl.float32)
         for start in range(0, N, BLOCK_N):
             at = (start + n)[None, :]
-            zs = tl.load(z + at, mask=real_s & (at < N), other=0.0).to(tl.float32)
+            zs = tl.load(z + at * z_n, mask=real_s & (at < N), other=0.0).to(tl.float32)
             zs = tl.where(at < N, zs, float("-inf"))  # a padded selector stays finite, and unused
             rs = tl.load(r + at, mask=real_h & (at < N), other=0.0).to(tl.float32)
             new_top = tl.maximum(top, tl.max(zs, 1))
@@ -468,27 +461,45 @@ if triton is not None:
 
         for start in range(0, N, BLOCK_N):
             at = (start + n)[None, :]
-            zs = tl.load(z + at, mask=real_s & (at < N), other=0.0).to(tl.float32)
+            zs = tl.load(z + at * z_n, mask=real_s & (at < N), other=0.0).to(tl.float32)
             alpha = tl.exp(zs - top[:, None])
             out = tl.dot(scores, alpha, input_precision="ieee")  # [BLOCK_H,BLOCK_N]
             tl.store(a + at, out.to(a.dtype.element_ty), mask=real_h & (at < N))
 
 
-def mix_blocks(S: int, H: int, E: int) -> dict[str, int]:
-    """Block sizes of the kernel: powers of two, and at least 16 where tl.dot asks for it."""
+def mix_options(S: int, H: int, E: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Block sizes (powers of two, at least 16 where tl.dot asks for it) and launch options."""
     up = triton.next_power_of_2
-    return dict(BLOCK_S=max(16, up(S)), BLOCK_N=64, BLOCK_H=max(16, up(H)), BLOCK_E=up(E))
+    sizes = {"BLOCK_S": max(16, up(S)), "BLOCK_H": max(16, up(H)), "BLOCK_E": up(E)}
+    # 32 tokens a step and no software pipelining: 128 registers at ViT-B/16 shapes, no spills
+    return {**sizes, "BLOCK_N": 32}, {"num_warps": 4, "num_stages": 1}
 
 
 def mix_triton(z: Tensor, r: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
     """`mix` in one kernel: fp32, fp16 or bf16 in and out, fp32 inside. Inference only."""
     (B, T, S, N), (H, E) = z.shape, e.shape[2:]
-    z, r, e = (t if t.stride(-1) == 1 else t.contiguous() for t in (z, r, e))
+    r, e = (t if t.stride(-1) == 1 else t.contiguous() for t in (r, e))
     a = torch.empty_like(r.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
     w = torch.empty_like(e, memory_format=torch.contiguous_format)
-    strides = [step for t in (z, r, e, a, w) for step in t.stride()[:3]]
-    mix_kernel[(B * T,)](z, r, e, a, w, T, S, N, H, E, *strides, **mix_blocks(S, H, E))
+    strides = [*z.stride(), *(step for t in (r, e, a, w) for step in t.stride()[:3])]
+    sizes, launch = mix_options(S, H, E)
+    mix_kernel[(B * T,)](z, r, e, a, w, T, S, N, H, E, *strides, **sizes, **launch)
     return a, w
+
+
+def kernel_agrees(vit: nn.Module, config: LaneConfig, stack: LaneStack, x: Tensor) -> bool:
+    """Whether the kernel compiles on this device and does on x [B,N,D] what `mix` does."""
+    c, _ = riding_lanes(vit, config, stack, x)
+    try:
+        error = (riding_lanes(vit, config, stack, x, mix=mix_triton)[0] - c).abs().max()
+        full = c.dtype == torch.float32 and not torch.is_autocast_enabled(x.device.type)
+        works = bool(error <= (1e-3 if full else 5e-2) * c.abs().max())
+        problem = f"its results are off by {error:.1e}"
+    except Exception as failure:  # noqa: BLE001, a compiler or driver may raise anything
+        works, problem = False, f"{type(failure).__name__}: {failure}"
+    if not works:
+        warnings.warn(f"The kernel is not used on {x.device}, the parallel path is: {problem}.")
+    return works
 
 
 # ---------------------------------------------------------------------------------------------
@@ -501,39 +512,57 @@ class Lane(nn.Module):
     def __init__(self, classes: Sequence[str], config: LaneConfig, vit: nn.Module):
         super().__init__()
         self.classes, self.config = tuple(classes), config
-        weight, H = vit.cls_token, vit.blocks[0].attn.num_heads
-        like = dict(device=weight.device, dtype=weight.dtype)
-        D, width = weight.shape[-1], vit.blocks[0].attn.qkv.out_features // 3
-        S, P = 0 if config.token_merging else config.selectors, config.prompts
-        self.selectors = nn.Parameter(torch.empty(S, D, **like))  # [S,D]
-        prompts = torch.empty(config.prompt_blocks, 2, H, P, width // H, **like)
-        self.prompts = nn.Parameter(prompts)  # [prompt_blocks,2,H,P,d]
-        self.key = None if config.pathways else nn.Parameter(torch.empty(D, **like))  # [D]
-        self.head = nn.Linear(D, len(self.classes), **like)
-        if weight.is_meta:
-            return
-        with torch.no_grad():
-            if S:
-                self.selectors.copy_(nn.init.orthogonal_(torch.empty(S, D)))
-            for block in range(config.prompt_blocks if P else 0):
-                for part in range(2):
-                    rows = nn.init.orthogonal_(torch.empty(P, width)).view(P, H, -1)
-                    self.prompts[block, part] = rows.transpose(0, 1)
-            if self.key is not None:
-                self.key.copy_(torch.empty(D).uniform_(-1, 1))
-            self.head.weight.copy_(nn.init.trunc_normal_(torch.empty(len(self.classes), D), std=0.02))
-            nn.init.zeros_(self.head.bias)
+        attn, like = vit.blocks[0].attn, vit.cls_token
+        D, H, width = like.shape[-1], attn.num_heads, attn.qkv.out_features // 3
+        S, P, blocks = config.selectors, config.prompts, config.prompt_blocks
+        selectors = torch.empty(0 if config.token_merging else S, D)  # [S,D]
+        prompts = torch.empty(blocks, 2, P, H, width // H)
+        for rows in [selectors, *prompts.view(2 * blocks, P, width)]:
+            if rows.numel():
+                nn.init.orthogonal_(rows)
+        self.selectors = nn.Parameter(selectors.to(like))
+        self.prompts = nn.Parameter(prompts.transpose(2, 3).to(like, copy=True).contiguous())
+        self.key = None if config.pathways else nn.Parameter(torch.rand(D).to(like) * 2 - 1)  # [D]
+        self.head = nn.Linear(D, len(self.classes), device=like.device, dtype=like.dtype)
+        nn.init.trunc_normal_(self.head.weight, std=0.02)
+        nn.init.zeros_(self.head.bias)
 
     def block_prompts(self, index: int) -> Tensor | None:
         """The prompts of one block [2,H,P,d], or None."""
         return self.prompts[index] if index < len(self.prompts) and self.config.prompts else None
 
 
-class FrozenStream(NamedTuple):
-    """What training needs of a batch of images, whatever the lanes: made once, kept anywhere."""
+LANE_FORMAT = "multilane lane 1"
 
-    g: Tensor  # [L,B,N,D]
-    cls: Tensor  # [B,D] the frozen [CLS] after the final norm
+
+def read_lane(path: str | os.PathLike) -> tuple[dict, dict[str, Tensor]]:
+    """What a lane file says of itself (config, classes, backbone, fingerprint), and its tensors.
+
+    Nothing in the file can run code, and anything that is not a whole, finite lane is refused.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            info = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{path} cannot be read as a safetensors file ({error}): it is missing, cut off or of "
+            "another kind; copy or save it again."
+        ) from None
+    if info.get("format") != LANE_FORMAT:
+        raise ValueError(f"{path} is a safetensors file, but not a lane made by save_lane.")
+    try:
+        info["config"] = LaneConfig(**json.loads(info["config"]))
+        info["classes"] = json.loads(info["classes"])
+        info["backbone"], info["fingerprint"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is a lane whose description is spoiled: {error}.") from None
+    for name, tensor in tensors.items():
+        if not (tensor.is_floating_point() and tensor.isfinite().all()):
+            raise ValueError(f"{path} is spoiled, {name} is not finite: take an earlier copy.")
+    return info, tensors
 
 
 class MultiLane(nn.Module):
@@ -554,24 +583,23 @@ class MultiLane(nn.Module):
         pretrained: bool = True,
     ):
         super().__init__()
-        self.backbone_name = backbone if isinstance(backbone, str) else _name_of(backbone)
         if isinstance(backbone, str):
             backbone = build_backbone(backbone, pretrained)
-        self.backbone = backbone.eval()
-        check_backbone(backbone)
-        self.config = config or LaneConfig()
-        if self.config.prompt_blocks > len(backbone.blocks):
-            raise ValueError(
-                f"LaneConfig.prompt_blocks is {self.config.prompt_blocks}, but {self.backbone_name} "
-                f"has {len(backbone.blocks)} blocks."
-            )
+        check_backbone(backbone.eval())
+        known = getattr(backbone, "pretrained_cfg", None) or {}
+        names = [known.get("architecture") or type(backbone).__name__, known.get("tag")]
+        self.backbone_name = ".".join(filter(None, names))
+        self.backbone = backbone.requires_grad_(False)
+        self.config, self.impl, self.lanes = config or LaneConfig(), impl, nn.ModuleList()
         if impl not in self.IMPLS:
             raise ValueError(f"impl is {impl!r}: choose one of {', '.join(self.IMPLS)}.")
-        self.impl = impl
-        self.lanes = nn.ModuleList()
-        self.backbone.requires_grad_(False)
-        self._stacks, self._kernel_works, self._print = {}, {}, None
-        self.fingerprint()  # taken now, so that a lane's home is known after a later .half()
+        if self.config.prompt_blocks > len(backbone.blocks):
+            raise ValueError(
+                f"LaneConfig.prompt_blocks is {self.config.prompt_blocks}: {self.backbone_name} has "
+                f"only {len(backbone.blocks)} blocks."
+            )
+        self._stacks, self._kernel_works, self._fingerprint = {}, {}, None
+        self.fingerprint()  # taken now: a later .half() does not make it another backbone
 
     # Lanes come and go ------------------------------------------------------------------------
 
@@ -583,10 +611,12 @@ class MultiLane(nn.Module):
     def add_lane(self, classes: Sequence[str], warm_start: bool = True) -> int:
         """Add a lane for these classes and return its index.
 
-        It starts from the last lane's selectors and prompts, or orthogonal if there is none or
-        warm_start is False.
+        It starts from the last lane's selectors and prompts; the first lane, or any with
+        warm_start=False, starts orthogonal.
         """
-        lane = Lane(self._new_classes(classes), self.config, self.backbone)
+        lane = Lane(
+            self._new_classes(classes, self.classes, "add_lane"), self.config, self.backbone
+        )
         if warm_start and len(self.lanes):
             with torch.no_grad():
                 lane.selectors.copy_(self.lanes[-1].selectors)
@@ -595,13 +625,9 @@ class MultiLane(nn.Module):
         return len(self.lanes) - 1
 
     def drop_lane(self, lane: int) -> tuple[str, ...]:
-        """Remove a lane, and with it all that was learned of its task; return its classes.
-
-        The lanes after it move up by one.
-        """
+        """Remove a lane and all that was learned of its task; later lanes move up by one."""
         classes = self._lane(lane).classes
         del self.lanes[lane]
-        self._stacks.clear()
         return classes
 
     def lane_parameters(self, lane: int) -> list[nn.Parameter]:
@@ -613,26 +639,21 @@ class MultiLane(nn.Module):
         from safetensors.torch import save
 
         module = self._lane(lane)
-        data = save(
-            {name: p.detach().cpu().contiguous() for name, p in module.named_parameters()},
-            {
-                "format": LANE_FORMAT,
-                "config": json.dumps(asdict(self.config)),
-                "classes": json.dumps(module.classes),
-                "backbone": self.backbone_name,
-                "fingerprint": self.fingerprint(),
-            },
-        )
+        tensors = {name: p.detach().cpu().contiguous() for name, p in module.named_parameters()}
+        info = {"format": LANE_FORMAT, "backbone": self.backbone_name}
+        info |= {"fingerprint": self.fingerprint(), "config": json.dumps(asdict(self.config))}
+        info |= {"classes": json.dumps(module.classes)}
         unfinished = f"{os.fspath(path)}.{os.getpid()}.tmp"
         try:
             with open(unfinished, "wb") as file:
-                file.write(data)
+                file.write(save(tensors, info))
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(unfinished, path)
-        finally:
+        except BaseException:
             if os.path.exists(unfinished):
                 os.remove(unfinished)
+            raise
 
     def load_lane(self, path: str | os.PathLike) -> int:
         """Add the lane of a file made by `save_lane` and return its index."""
@@ -640,49 +661,31 @@ class MultiLane(nn.Module):
         return len(self.lanes) - 1
 
     def load_lanes(self, paths: Iterable[str | os.PathLike]) -> None:
-        """Add the lanes of several files, trained here or elsewhere: all of them or none."""
-        lanes, seen = [], []
+        """Put lanes from several files together, trained here or elsewhere: all of them or none."""
+        lanes, taken = [], list(self.classes)
         for path in paths:
             info, tensors = read_lane(path)
             if info["fingerprint"] != self.fingerprint():
                 raise ValueError(
-                    f"{path} holds a lane over other weights (backbone {info['backbone']!r}, "
-                    f"fingerprint {info['fingerprint'][:12]}) than this model's "
-                    f"({self.backbone_name!r}, {self.fingerprint()[:12]}): load that backbone."
+                    f"{path} is a lane over other weights than this model's backbone: it was made "
+                    f"with {info['backbone']!r}, this is {self.backbone_name!r}; load that one."
                 )
             if info["config"] != self.config:
-                ours, theirs = asdict(self.config), asdict(info["config"])
-                other = [f"{k}={theirs[k]} (here {ours[k]})" for k in ours if ours[k] != theirs[k]]
                 raise ValueError(
-                    f"{path} holds a lane with another config, {', '.join(other)}: build MultiLane "
-                    "with that LaneConfig."
+                    f"{path} is a lane with {info['config']}, this model has {self.config}: build "
+                    "MultiLane with that config."
                 )
-            lane = Lane(self._new_classes(info["classes"], seen, path), self.config, self.backbone)
-            wanted = {name: tuple(p.shape) for name, p in lane.named_parameters()}
+            lane = Lane(self._new_classes(info["classes"], taken, path), self.config, self.backbone)
             found = {name: tuple(t.shape) for name, t in tensors.items()}
-            if wanted != found:
-                raise ValueError(
-                    f"{path} holds tensors {found} where this model's lane has {wanted}: "
-                    "it was saved by another version or edited; save it again."
-                )
+            wanted = {name: tuple(p.shape) for name, p in lane.named_parameters()}
+            if found != wanted:
+                raise ValueError(f"{path} holds {found} where a lane has {wanted}: save it again.")
             with torch.no_grad():
                 for name, p in lane.named_parameters():
                     p.copy_(tensors[name])
             lanes.append(lane)
-            seen += lane.classes
+            taken += lane.classes
         self.lanes.extend(lanes)
-
-    @classmethod
-    def from_files(
-        cls, backbone: nn.Module | str, paths: Sequence[str | os.PathLike], **options
-    ) -> "MultiLane":
-        """A model of the lanes in these files, in their order, with the config they carry."""
-        paths = list(paths)
-        if not paths:
-            raise ValueError("from_files got no files: name at least one lane file.")
-        model = cls(backbone, read_lane(paths[0])[0]["config"], **options)
-        model.load_lanes(paths)
-        return model
 
     # From images to logits --------------------------------------------------------------------
 
@@ -692,43 +695,48 @@ class MultiLane(nn.Module):
         images [B,3,height,width]: floats, prepared as the backbone wants them. With return_cls,
         also the frozen [CLS] after the final norm [B,D], which `key_loss` takes.
         """
-        x = embed(self.backbone, self._checked(images))
-        lanes = list(self.lanes) if lane is None else [self._lane(lane)]
-        literal = self.impl == "reference" or not self.config.drop_replace
+        x = embed(self.backbone, self._checked(images))  # [B,N,D]
+        lanes = self._pick(lane)
         want_cls = return_cls or not lanes or (lane is None and not self.config.pathways)
-        if self.impl == "triton":
-            self._insist_on_kernel(x)
-        if literal or not lanes:
+        if self.impl == "triton" and not (
+            triton
+            and (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1")
+            and not torch.is_grad_enabled()
+            and self.config.drop_replace
+        ):
+            raise RuntimeError(
+                'impl="triton" needs triton, images on a GPU, torch.no_grad() (it has no backward) '
+                'and lanes with Drop & Replace: see what is missing, or choose impl="auto".'
+            )
+        if not lanes or self.impl == "reference" or not self.config.drop_replace:
             stream, cls = frozen_stream(self.backbone, x, cls=want_cls)
-            c = [reference_lane(self.backbone, module, stream) for module in lanes]
-            c = torch.stack(c, 1) if c else x[:, :0]  # [B,T,D]
+            c = self._one_by_one(lanes, stream)
         elif torch.is_grad_enabled():
             stream, cls = frozen_stream(self.backbone, x, keys=True, cls=want_cls)
             c = parallel_lanes(self.backbone, self.config, self._stack(lanes), stream)
         else:
             c, cls = self._ride(lanes, x, want_cls)
-        logits = self._heads(c, cls, lanes, lane is None)
+        logits = self._heads(c, cls, lanes, choose=lane is None)
         return (logits, cls) if return_cls else logits
 
     @torch.no_grad()
-    def stream(self, images: Tensor) -> FrozenStream:
-        """The frozen stream of these images, for `forward_stream`: no lane can ever change it."""
-        x = embed(self.backbone, self._checked(images))
-        stream, cls = frozen_stream(self.backbone, x)
-        return FrozenStream(torch.stack([block.g for block in stream]), cls)
+    def stream(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """The frozen stream g [L,B,N,D] and frozen [CLS] [B,D] of these images, to be kept."""
+        stream, cls = frozen_stream(self.backbone, embed(self.backbone, self._checked(images)))
+        return torch.stack([block.g for block in stream]), cls
 
-    def forward_stream(self, stream: FrozenStream, lane: int | None = None) -> Tensor:
-        """As `forward`, from a kept frozen stream in place of the images (identity vi)."""
-        lanes = list(self.lanes) if lane is None else [self._lane(lane)]
-        dtype = self.backbone.cls_token.dtype
-        blocks = [BlockStream(g.to(dtype)) for g in stream.g]
-        if not lanes:
-            return blocks[0].g[:, 0, :0]
-        if self.config.drop_replace:
-            c = parallel_lanes(self.backbone, self.config, self._stack(lanes), blocks)
+    def forward_stream(self, g: Tensor, cls: Tensor | None = None, lane: int | None = None):
+        """As `forward`, from a kept frozen stream in place of the images (identity vi).
+
+        cls is needed only to choose a lane by its key, with one pathway.
+        """
+        lanes, dtype = self._pick(lane), self.backbone.cls_token.dtype
+        stream = [BlockStream(block.to(dtype)) for block in g]
+        if lanes and self.config.drop_replace:
+            c = parallel_lanes(self.backbone, self.config, self._stack(lanes), stream)
         else:
-            c = torch.stack([reference_lane(self.backbone, m, blocks) for m in lanes], 1)
-        return self._heads(c, stream.cls.to(dtype), lanes, lane is None)
+            c = self._one_by_one(lanes, stream)
+        return self._heads(c, cls, lanes, choose=lane is None)
 
     def key_loss(self, cls: Tensor, lane: int) -> Tensor:
         """With one pathway: minus the mean cosine of the frozen [CLS] [B,D] with a lane's key."""
@@ -744,12 +752,33 @@ class MultiLane(nn.Module):
         """
         if self.config.token_merging or not len(self.lanes):
             raise ValueError("Heatmaps need lanes with selectors: this model has none.")
-        vit = self.backbone
-        stream, _ = frozen_stream(vit, embed(vit, self._checked(images)), cls=False)
+        vit, images = self.backbone, self._checked(images)
+        stream, _ = frozen_stream(vit, embed(vit, images), cls=False)
         path = self._stack(list(self.lanes)).path[: None if self.config.drop_replace else 1]
         maps = [look(s, block.g).softmax(-1) for s, block in zip(path, stream)]  # [B,T,S,N] each
         maps = torch.stack(maps, 2)[..., vit.num_prefix_tokens :]  # [B,T,L,S,patches]
         return maps.unflatten(-1, vit.patch_embed.dynamic_feat_size(tuple(images.shape[-2:])))
+
+    def _one_by_one(self, lanes: list[Lane], stream: list[BlockStream]) -> Tensor:
+        """The reference for each lane -> [CLS] tokens [B,T,D]."""
+        c = [reference_lane(self.backbone, lane, stream) for lane in lanes]
+        return torch.stack(c, 1) if c else stream[0].g[:, :0]
+
+    def _ride(self, lanes: list[Lane], x: Tensor, want_cls: bool) -> tuple[Tensor, Tensor | None]:
+        """Inference by `riding_lanes`, with the kernel where it is chosen and works."""
+        args = self.backbone, self.config, self._stack(lanes)
+        kernel = self.impl == "triton"
+        # Under torch.compile the parallel path is fused by the compiler itself.
+        if self.impl == "auto" and self._on_gpu(x) and not torch.compiler.is_compiling():
+            key = (x.device, x.dtype, torch.is_autocast_enabled(x.device.type))
+            if key not in self._kernel_works:  # first time: a small batch both ways
+                self._kernel_works[key] = kernel_agrees(*args, x[:2])
+            kernel = self._kernel_works[key]
+        return riding_lanes(*args, x, want_cls, mix_triton if kernel else mix)
+
+    @staticmethod
+    def _on_gpu(x: Tensor) -> bool:
+        return triton is not None and x.is_cuda
 
     def _heads(self, c: Tensor, cls: Tensor | None, lanes: list[Lane], choose: bool) -> Tensor:
         """The lanes' last [CLS] tokens [B,T,D] -> logits [B,C]."""
@@ -760,60 +789,26 @@ class MultiLane(nn.Module):
             c = F.normalize(c, dim=-1)
         if choose and not self.config.pathways:  # one pathway: the nearest key's lane feeds all
             keys = torch.stack([lane.key for lane in lanes])  # [T,D]
-            nearest = F.cosine_similarity(cls[:, None], keys, dim=-1).argmax(-1)  # [B]
+            nearest = F.cosine_similarity(cls[:, None].to(keys), keys, dim=-1).argmax(-1)  # [B]
             c = c[torch.arange(len(c), device=c.device), nearest].unsqueeze(1).expand_as(c)
         return torch.cat([lane.head(c[:, t]) for t, lane in enumerate(lanes)], -1)
-
-    def _ride(self, lanes: list[Lane], x: Tensor, want_cls: bool) -> tuple[Tensor, Tensor | None]:
-        """Inference by `riding_lanes`, with the kernel where it is chosen and works."""
-        args = self.backbone, self.config, self._stack(lanes)
-        step = mix_triton if self.impl == "triton" else mix
-        if self.impl == "auto" and self._kernel_is_for(x):
-            key = (x.device, x.dtype, torch.is_autocast_enabled(x.device.type), len(lanes) == 1)
-            if key not in self._kernel_works:  # first time: a small batch both ways
-                self._kernel_works[key] = kernel_agrees(*args, x[:2])
-            step = mix_triton if self._kernel_works[key] else mix
-        return riding_lanes(*args, x, want_cls, step)
-
-    def _kernel_is_for(self, x: Tensor) -> bool:
-        """Whether "auto" should try the kernel; torch.compile fuses the parallel path by itself."""
-        return (
-            triton is not None
-            and x.is_cuda
-            and not self.config.token_merging
-            and not torch.compiler.is_compiling()
-        )
-
-    def _insist_on_kernel(self, x: Tensor) -> None:
-        why = None
-        if triton is None:
-            why = "triton is not installed"
-        elif torch.is_grad_enabled():
-            why = "the kernel has no backward, so call it under torch.no_grad()"
-        elif self.config.token_merging or not self.config.drop_replace:
-            why = "there is no kernel for lanes without selectors or without Drop & Replace"
-        elif not x.is_cuda and not os.environ.get("TRITON_INTERPRET") == "1":
-            why = f"the images are on {x.device.type} and the kernel runs on a GPU"
-        if why:
-            raise RuntimeError(f'impl="triton" cannot run: {why}; impl="auto" chooses by itself.')
 
     def _stack(self, lanes: list[Lane]) -> LaneStack:
         """`stack_lanes`, kept from call to call where no gradient is wanted.
 
-        Kept values are used only while every number that they were made of is the same: lanes
-        are compared by content, so even an edit behind autograd's back is seen; the backbone,
-        which is frozen, by the place and version of its tensors.
+        What is kept is used only while all it was made of is the same: the lanes are compared
+        number by number, so an edit behind autograd's back is seen too; the backbone, which is
+        frozen, by the place and version of its tensors.
         """
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return stack_lanes(self.backbone, lanes)
-        now = [p.detach().flatten() for lane in lanes for p in (lane.selectors, lane.prompts)]
-        now = torch.cat(now)
-        key = (now.device, now.dtype, now.shape, _versions(self.backbone, "data_ptr"))
-        kept = self._stacks.get(len(lanes) == 1)
-        if kept and kept[0] == key and (now.is_meta or torch.equal(kept[1], now)):
-            return kept[2]
-        stack = stack_lanes(self.backbone, lanes)
-        self._stacks[len(lanes) == 1] = (key, now, stack)
+        now = torch.cat([p.flatten() for lane in lanes for p in (lane.selectors, lane.prompts)])
+        places = [p.data_ptr() for p in self.backbone.parameters()]
+        key = (len(lanes), now.shape, now.device, now.dtype, places, self._versions())
+        old_key, old, stack = self._stacks.get(len(lanes) == 1, (None, None, None))
+        if old_key != key or not (now.is_meta or torch.equal(old, now)):
+            stack = stack_lanes(self.backbone, lanes)
+            self._stacks[len(lanes) == 1] = (key, now, stack)
         return stack
 
     # The backbone is frozen for good ----------------------------------------------------------
@@ -829,126 +824,55 @@ class MultiLane(nn.Module):
         return self
 
     def fingerprint(self) -> str:
-        """SHA-256 of the backbone's weights as they were given, before any change of dtype."""
-        versions = _versions(self.backbone)
-        if self._print is None or self._print[0] != versions:
+        """SHA-256 of the backbone's weights, as they were before any change of dtype."""
+        versions = self._versions()
+        if self._fingerprint is None or self._fingerprint[0] != versions:
             digest = hashlib.sha256()
             for name, p in sorted(self.backbone.state_dict().items()):
-                if not name.startswith("head"):  # the ImageNet classifier is never used
+                if not name.startswith("head"):  # the classifier of the pre-training is not used
                     digest.update(f"{name} {tuple(p.shape)} {p.dtype}".encode())
                     if not p.is_meta:
-                        digest.update(p.detach().cpu().reshape(-1).view(torch.uint8).numpy())
-            self._print = (versions, digest.hexdigest())
-        return self._print[1]
+                        digest.update(p.cpu().reshape(-1).view(torch.uint8).numpy())
+            self._fingerprint = versions, digest.hexdigest()
+        return self._fingerprint[1]
+
+    def _versions(self) -> list:
+        """Differs after any write into the backbone's weights; not after .to() or .half()."""
+        return [(id(p), p.is_inference() or p._version) for p in self.backbone.parameters()]
 
     # Checks -----------------------------------------------------------------------------------
 
     def _lane(self, lane: int) -> Lane:
-        if not isinstance(lane, int) or not 0 <= lane < len(self.lanes):
+        if type(lane) is not int or not 0 <= lane < len(self.lanes):
             raise IndexError(f"There is no lane {lane!r}: this model has {len(self.lanes)} lanes.")
         return self.lanes[lane]
 
-    def _new_classes(self, classes, seen: Sequence[str] = (), where="add_lane") -> list[str]:
-        if isinstance(classes, str) or not all(isinstance(name, str) for name in classes):
-            raise TypeError(f"{where}: classes must be a list of names, not {classes!r}.")
-        classes = list(classes)
-        if not classes:
-            raise ValueError(f"{where}: a lane needs at least one class.")
-        taken = set(self.classes) | set(seen)
-        for index, name in enumerate(classes):
-            if name in taken or name in classes[:index]:
+    def _pick(self, lane: int | None) -> list[Lane]:
+        return list(self.lanes) if lane is None else [self._lane(lane)]
+
+    def _new_classes(self, classes: Sequence[str], taken: Sequence[str], where: str) -> list[str]:
+        names = [] if isinstance(classes, str) else list(classes)
+        if not names or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"{where}: classes must be a list of names, not {classes!r}.")
+        for index, name in enumerate(names):
+            if name in taken or name in names[:index]:
                 raise ValueError(f"{where}: class {name!r} is there already; each has one lane.")
-        return classes
+        return names
 
     def _checked(self, images: Tensor) -> Tensor:
-        if not isinstance(images, Tensor) or images.ndim != 4:
-            shape = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
-            raise ValueError(f"images must be a tensor [B,3,height,width], not {shape}.")
-        if not images.is_floating_point():
-            raise TypeError(f"images are {images.dtype}: give floats, such as images / 255.")
-        if not len(images):
-            raise ValueError("images is an empty batch: give at least one image.")
+        """The images in the backbone's dtype, or a sentence that says what is wrong with them."""
         patches = self.backbone.patch_embed
-        size, channels = tuple(images.shape[-2:]), patches.proj.weight.shape[1]
-        if images.shape[1] != channels:
-            raise ValueError(f"images have {images.shape[1]} channels: the backbone takes {channels}.")
-        if not getattr(self.backbone, "dynamic_img_size", False):
-            if size != tuple(patches.img_size):
-                raise ValueError(
-                    f"images are {size[0]}x{size[1]} pixels: the backbone takes "
-                    f"{patches.img_size[0]}x{patches.img_size[1]}; resize them, or build it with "
-                    "img_size= or dynamic_img_size=True."
-                )
-        elif not patches.dynamic_img_pad and any(n % p for n, p in zip(size, patches.patch_size)):
-            raise ValueError(
-                f"images are {size[0]}x{size[1]} pixels: sides must be multiples of the backbone's "
-                f"patch size {patches.patch_size[0]}x{patches.patch_size[1]}."
-            )
-        return images.to(self.backbone.cls_token.dtype)
-
-
-LANE_FORMAT = "multilane lane 1"
-
-
-def read_lane(path: str | os.PathLike) -> tuple[dict, dict[str, Tensor]]:
-    """What a lane file says of itself (config, classes, backbone, fingerprint), and its tensors.
-
-    Nothing in the file can run code, and anything that is not a whole, finite lane is refused.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    if not os.path.isfile(path):
-        raise FileNotFoundError(f"There is no lane file {path}.")
-    try:
-        with safe_open(path, framework="pt") as file:
-            info = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except (SafetensorError, OSError) as error:
+        steps = patches.patch_size  # with dynamic_img_size, any multiple of the patch size
+        free, padded = getattr(self.backbone, "dynamic_img_size", False), patches.dynamic_img_pad
+        got = tuple(images.shape) if isinstance(images, Tensor) else ()
+        if len(got) == 4 and images.is_floating_point() and got[0] > 0:
+            fits = got[2:] == tuple(patches.img_size) if not free else True
+            fits &= padded or got[2] % steps[0] == got[3] % steps[1] == 0
+            if fits and got[1] == patches.proj.weight.shape[1]:
+                return images.to(self.backbone.cls_token.dtype)
+        size = f"multiples of {steps}" if free else "{},{}".format(*patches.img_size)
         raise ValueError(
-            f"{path} is not a whole safetensors file ({error}): it is cut off or of another kind; "
-            "copy it again or save the lane again."
-        ) from None
-    if info.get("format") != LANE_FORMAT:
-        raise ValueError(f"{path} is a safetensors file, but not a lane made by save_lane.")
-    try:
-        config = LaneConfig(**json.loads(info["config"]))
-        info = dict(info, config=config, classes=json.loads(info["classes"]))
-        info["backbone"], info["fingerprint"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is a lane with an unreadable description: {error}.") from None
-    for name, tensor in tensors.items():
-        if not tensor.is_floating_point() or not tensor.isfinite().all():
-            raise ValueError(
-                f"{path} is spoiled: {name} holds numbers that are not finite; take an earlier copy."
-            )
-    return info, tensors
-
-
-def kernel_agrees(vit, config, stack, x: Tensor) -> bool:
-    """Whether the kernel compiles on this device and gives what the parallel path gives."""
-    c, _ = riding_lanes(vit, config, stack, x)
-    try:
-        by_kernel, _ = riding_lanes(vit, config, stack, x, mix=mix_triton)
-        error = float((by_kernel - c).abs().max() / c.abs().max())
-        allowed = 1e-3 if c.dtype == torch.float32 and not torch.is_autocast_enabled() else 5e-2
-        problem = None if error <= allowed else f"it is off by {error:.1e}"
-    except Exception as failure:  # a compiler or driver may raise anything
-        problem = f"{type(failure).__name__}: {failure}"
-    if problem:
-        warnings.warn(f"The GPU kernel is not used on {x.device}, the parallel path is: {problem}.")
-    return problem is None
-
-
-def _versions(vit: nn.Module, *also: str) -> tuple:
-    """Changes whenever a weight of the backbone is written or replaced."""
-    return tuple(
-        (id(p), 0 if p.is_inference() else p._version, *(getattr(p, name)() for name in also))
-        for p in vit.parameters()
-    )
-
-
-def _name_of(vit: nn.Module) -> str:
-    """timm's full name of a backbone object, or its class's."""
-    known = getattr(vit, "pretrained_cfg", None) or {}
-    name, tag = known.get("architecture"), known.get("tag")
-    return f"{name}.{tag}" if name and tag else name or type(vit).__name__
+            f"images are {getattr(images, 'dtype', type(images))} {got}: the backbone takes a batch "
+            f"of at least one, as floats (such as pixels / 255) [B,{patches.proj.weight.shape[1]},"
+            f"{size}]; convert or resize them, or build it with img_size=."
+        )

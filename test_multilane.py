@@ -1,0 +1,1030 @@
+"""The tests of multilane. `pytest` runs them all, offline, without a GPU."""
+
+import copy
+import dataclasses
+import json
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: kernels then run on the CPU
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from timm.models.vision_transformer import ParallelThingsBlock, ResPostBlock, VisionTransformer
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import multilane
+from multilane import LaneConfig, MultiLane
+
+HERE = Path(__file__).parent
+GOLDEN = HERE.parent / "shared" / "golden" / "lanes.npz"
+IMPLS = ("reference", "parallel", "triton")
+
+needs_triton = pytest.mark.skipif(multilane.triton is None, reason="triton is not installed")
+
+
+# ---------------------------------------------------------------------------------------------
+# Small models
+
+
+def small_vit(seed=0, **options):
+    """A ViT that is quick, with weights large enough that every part of a block matters."""
+    settings = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 3, "num_heads": 3}
+    torch.manual_seed(seed)
+    vit = VisionTransformer(**{**settings, "num_classes": 0, **options})
+    return randomize(vit)
+
+
+def randomize(module, scale=0.15):
+    for p in module.parameters():
+        nn.init.normal_(p, std=scale) if p.ndim > 1 else nn.init.normal_(p, 0.5, scale)
+    return module
+
+
+def small_model(lanes=3, classes=4, seed=0, vit=None, impl="auto", **config):
+    config = {"selectors": 4, "prompts": 5, "prompt_blocks": 2, **config}
+    model = MultiLane(vit or small_vit(seed), LaneConfig(**config), impl=impl)
+    torch.manual_seed(seed + 1)
+    for t in range(lanes):
+        model.add_lane([f"class {t}.{i}" for i in range(classes)])
+        randomize(model.lanes[t], 0.5)
+    return model.eval()
+
+
+def pictures(count=3, size=32, seed=0):
+    return torch.rand(count, 3, size, size, generator=torch.Generator().manual_seed(seed))
+
+
+def logits(model, images, impl, **options):
+    model.impl = impl
+    with torch.no_grad():
+        return model(images, **options)
+
+
+def gradients(model, compute, lane=None):
+    """Logits of compute(model), and the gradients of a loss that no two logits share."""
+    model.zero_grad()
+    out = compute(model)
+    weights = torch.linspace(-1, 1, out.numel()).view(out.shape)
+    (out.sigmoid() * weights).sum().backward()
+    lanes = model.lanes if lane is None else [model.lanes[lane]]
+    # a key only chooses, so it gets its gradient from key_loss alone
+    named = [(n, p) for m in lanes for n, p in m.named_parameters() if p.numel() and n != "key"]
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for _, p in named)
+    return out.detach(), [p.grad.clone() for _, p in named]
+
+
+def assert_close(a, b, tolerance=1e-5):
+    a, b = a.detach(), b.detach()
+    assert a.shape == b.shape
+    assert (a - b).abs().max() <= tolerance * max(1.0, float(b.abs().max()))
+
+
+# ---------------------------------------------------------------------------------------------
+# The method gives the published numbers
+
+
+def golden_model():
+    numbers = {k: torch.from_numpy(np.array(v)) for k, v in np.load(GOLDEN).items() if k != "note"}
+    vit = VisionTransformer(
+        img_size=64, patch_size=16, embed_dim=48, depth=4, num_heads=3, num_classes=0
+    )
+    ours = ("param/selectors", "param/head")
+    params = {
+        k.removeprefix("param/"): v
+        for k, v in numbers.items()
+        if k.startswith("param/") and not k.startswith(ours) and "prompts" not in k
+    }
+    vit.load_state_dict(params)
+    model = MultiLane(vit, LaneConfig(selectors=4, prompts=5, prompt_blocks=2))
+    for t in range(3):
+        lane = model.lanes[model.add_lane([f"{t}.{i}" for i in range(4)])]
+        with torch.no_grad():
+            for name, p in lane.named_parameters():
+                p.copy_(golden_part(numbers, "param", name, t))
+    return model, numbers
+
+
+def golden_part(numbers, kind, name, t):
+    """The golden parameter or gradient that belongs to a parameter of lane t."""
+    if name == "selectors":
+        return numbers[f"{kind}/selectors"][t]
+    if name == "prompts":
+        blocks = [numbers[f"{kind}/blocks.{b}.attn.prompts"][:, t] for b in range(2)]
+        return torch.stack(blocks).transpose(2, 3)  # [2,2,P,H,d] -> [2,2,H,P,d]
+    return numbers[f"{kind}/{name}"][4 * t : 4 * t + 4]
+
+
+@pytest.mark.skipif(not GOLDEN.exists(), reason="the golden numbers are not part of the product")
+@pytest.mark.parametrize("impl", IMPLS)
+def test_golden_logits(impl):
+    model, numbers = golden_model()
+    assert_close(logits(model, numbers["images"], impl), numbers["eval/logits"])
+    g, cls = model.stream(numbers["images"])
+    assert_close(model.forward_stream(g), numbers["eval/logits"])
+    assert_close(cls, numbers["eval/frozen_cls"])
+
+
+@pytest.mark.skipif(not GOLDEN.exists(), reason="the golden numbers are not part of the product")
+@pytest.mark.parametrize("impl", ("reference", "parallel", "stream"))
+def test_golden_gradients(impl):
+    model, numbers = golden_model()
+    lane, images = int(numbers["train/lane"]), numbers["images"]
+    if impl == "stream":
+        out = model.forward_stream(*model.stream(images), lane=lane)
+    else:
+        model.impl = impl
+        out = model(images, lane=lane)
+    assert_close(out, numbers["train/logits"])
+    loss = F.binary_cross_entropy_with_logits(out, numbers["train/targets"])
+    assert abs(loss.item() - float(numbers["train/loss"])) < 1e-6
+    loss.backward()
+    for name, p in model.lanes[lane].named_parameters():
+        wanted = golden_part(numbers, "grad", name, lane)
+        assert (p.grad - wanted).abs().max() <= 1e-4 * wanted.abs().max(), name
+
+
+# ---------------------------------------------------------------------------------------------
+# Reference, parallel, cached and kernel are one method
+
+RAGGED = [  # lanes, image size, config
+    (3, 32, {}),
+    (1, 32, {"selectors": 1}),
+    (2, 32, {"selectors": 1, "prompts": 0}),
+    (4, 24, {"selectors": 7, "prompts": 3, "prompt_blocks": 3}),
+    (5, 56, {"selectors": 3, "prompts": 1, "prompt_blocks": 1}),
+    (2, 40, {"selectors": 20, "prompts": 20, "prompt_blocks": 0}),
+    (3, 32, {"prompts": 0, "prompt_blocks": 3}),
+    (3, 32, {"pre_head_norm": False}),
+    (3, 32, {"pathways": False}),
+    (3, 64, {"token_merging": True}),
+    (2, 56, {"token_merging": True, "merged_tokens": 7, "pre_head_norm": False}),
+    (2, 32, {"token_merging": True, "pathways": False, "prompts": 0}),
+]
+
+
+@pytest.mark.parametrize("lanes, size, config", RAGGED, ids=str)
+def test_all_implementations_agree(lanes, size, config):
+    model = small_model(lanes, vit=small_vit(img_size=size), **config)
+    images = pictures(3, size)
+    wanted = logits(model, images, "reference")
+    assert wanted.shape == (3, 4 * lanes)
+    for impl in IMPLS[1:] if multilane.triton else ["parallel"]:
+        assert_close(logits(model, images, impl), wanted)
+    assert_close(model.forward_stream(*model.stream(images)), wanted)
+    for t in range(lanes):
+        wanted = logits(model, images, "reference", lane=t)
+        assert_close(logits(model, images, "parallel", lane=t), wanted)
+
+
+@pytest.mark.parametrize("lanes, size, config", RAGGED, ids=str)
+@pytest.mark.parametrize("lane", (None, 0))
+def test_all_gradients_agree(lanes, size, config, lane):
+    if lane is None and not config.get("pathways", True):
+        pytest.skip("with one pathway a lane is trained alone")
+    model = small_model(lanes, vit=small_vit(img_size=size), **config)
+    images = pictures(3, size)
+    g, cls = model.stream(images)
+    model.impl = "reference"
+    wanted, wanted_grads = gradients(model, lambda m: m(images, lane=lane), lane)
+    model.impl = "parallel"
+    for compute in (
+        lambda m: m(images, lane=lane),
+        lambda m: m.forward_stream(g, cls, lane=lane),
+    ):
+        out, grads = gradients(model, compute, lane)
+        assert_close(out, wanted)
+        for grad, wanted_grad in zip(grads, wanted_grads, strict=True):
+            assert (grad - wanted_grad).abs().max() <= 1e-5 * max(1, wanted_grad.abs().max())
+
+
+def test_without_drop_replace_summaries_are_carried():
+    """This ablation has no parallel form: every implementation runs the reference."""
+    model, images = small_model(drop_replace=False), pictures()
+    wanted = logits(model, images, "reference")
+    assert torch.equal(logits(model, images, "parallel"), wanted)
+    assert_close(model.forward_stream(*model.stream(images)), wanted)
+    other = small_model()
+    other.load_state_dict(model.state_dict())
+    assert (logits(other, images, "reference") - wanted).abs().max() > 1e-2
+    with pytest.raises(RuntimeError, match="Drop & Replace"):
+        logits(model, images, "triton")
+
+
+def test_cached_stream_in_half_precision():
+    model, images = small_model(), pictures()
+    g, cls = model.stream(images)
+    out = model.forward_stream(g.half(), cls.half())
+    assert_close(out, logits(model, images, "parallel"), 2e-2)
+
+
+def test_summaries_are_averages():
+    """Equation 3 by hand, and Token Merging: rows that sum to 1 over disjoint tokens."""
+    torch.manual_seed(0)
+    s, g = torch.randn(2, 3, 8), torch.randn(2, 5, 8)
+    wanted = torch.zeros(2, 3, 8)
+    for b in range(2):
+        for j in range(3):
+            scores = torch.stack([s[b, j] @ g[b, k] / 8**0.5 for k in range(5)]).exp()
+            wanted[b, j] = sum(scores[k] / scores.sum() * g[b, k] for k in range(5))
+    assert_close(multilane.summarize(s, g), wanted)
+    for tokens, left in ((197, 25), (64, 16), (30, 30), (31, 16), (2, 2)):
+        alpha = multilane.merge_tokens(torch.randn(2, tokens, 8), 30)
+        assert alpha.shape == (2, left, tokens)
+        assert_close(alpha.sum(-1), torch.ones(2, left))
+        assert ((alpha > 0).sum(1) == 1).all()  # every frozen token is in exactly one
+
+
+def test_token_merging_joins_what_is_alike():
+    base = torch.eye(4).repeat_interleave(2, 0)[None]  # tokens 0,1 alike, 2,3 alike, ...
+    alpha = multilane.merge_tokens(base, 4)
+    assert torch.equal(alpha[0].bool(), torch.eye(4).repeat_interleave(2, 1).bool())
+
+
+def test_one_pathway_follows_the_nearest_key():
+    model, images = small_model(pathways=False), pictures(4)
+    _, cls = model.stream(images)
+    for t in (2, 0):
+        with torch.no_grad():
+            for i, lane in enumerate(model.lanes):
+                lane.key.copy_(cls.mean(0) * (1 if i == t else -1))
+        own = logits(model, images, "parallel", lane=t)
+        everything = logits(model, images, "parallel")
+        assert_close(everything[:, 4 * t : 4 * t + 4], own)
+        parallel = small_model()
+        parallel.load_state_dict(model.state_dict(), strict=False)
+        other = logits(parallel, images, "parallel")
+        columns = [c for c in range(12) if c // 4 != t]
+        assert (everything - other)[:, columns].abs().max() > 1e-3
+    out, cls_again = model(images, lane=1, return_cls=True)
+    assert out.requires_grad and not cls_again.requires_grad
+    assert_close(cls_again, cls)
+    loss = model.key_loss(cls, 1)
+    assert_close(loss, -F.cosine_similarity(cls, model.lanes[1].key[None]).mean())
+    loss.backward()
+    assert model.lanes[1].key.grad.abs().max() > 0
+    with pytest.raises(ValueError, match="pathways=False"):
+        small_model().key_loss(cls, 0)
+
+
+# ---------------------------------------------------------------------------------------------
+# The kernel
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
+@pytest.mark.parametrize(
+    "B, T, S, N, H, P",
+    ((2, 3, 4, 17, 3, 5), (1, 1, 1, 1, 1, 0), (2, 2, 20, 197, 12, 20), (1, 3, 33, 65, 17, 1)),
+)
+def test_kernel_equals_mix(B, T, S, N, H, P, dtype):
+    """Judged by exact arithmetic: PyTorch's own error in this dtype, or one step of the output's.
+
+    (One, not half a step: Triton's interpreter cuts bf16 off where a GPU rounds.)
+    """
+    torch.manual_seed(B * N)
+    z = torch.randn(B, N, T * S).mul(3).to(dtype).mT.unflatten(1, (T, S))
+    r, e = torch.randn(B, H, T, N).to(dtype).transpose(1, 2), torch.randn(B, T, H, P + 1).to(dtype)
+    exact = multilane.mix(z.double(), r.double(), e.double())
+    for name, kernel, plain, truth in zip(
+        "aw", multilane.mix_triton(z, r, e), multilane.mix(z, r, e), exact, strict=True
+    ):
+        assert kernel.dtype == dtype and kernel.shape == truth.shape, name
+        error, usual = ((t.double() - truth).abs().max() for t in (kernel, plain))
+        assert error <= max(usual, torch.finfo(dtype).eps * truth.abs().max()), name
+    total = sum(float(t[0, 0, 0].sum()) for t in multilane.mix_triton(z, r, e))
+    assert abs(total - 1) < (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+def test_kernel_in_a_low_precision_model(dtype):
+    model, images = small_model(), pictures()
+    wanted = logits(model, images, "reference")
+    low = copy.deepcopy(model).to(dtype)
+    kernel, plain = (logits(low, images, impl).float() for impl in ("triton", "parallel"))
+    usual = (plain - wanted).abs().max()
+    assert (kernel - wanted).abs().max() <= 2 * usual + 1e-2
+
+
+AHEAD_OF_TIME = """
+import json, subprocess, sys, tempfile, triton, multilane
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.backends.nvidia import compiler
+reports = {}
+for arch in 80, 90:
+    for S, P in (20, 20), (1, 0):
+        for dtype in "fp32", "fp16", "bf16":
+            sizes, options = multilane.mix_options(S, 12, P + 1)
+            types = {name: "constexpr" if name in sizes else "i32"
+                     for name in multilane.mix_kernel.arg_names}
+            types |= dict.fromkeys("zreaw", "*" + dtype)
+            source = ASTSource(multilane.mix_kernel, signature=types, constexprs=sizes)
+            built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+            assert built.asm["cubin"]
+            with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+                file.write(built.asm["ptx"]); file.flush()
+                try:
+                    ptxas = compiler.get_ptxas(arch).path
+                except (AttributeError, TypeError):
+                    ptxas = compiler._path_to_binary("ptxas")[0]
+                target = "sm_90a" if arch == 90 else "sm_80"
+                told = subprocess.run([ptxas, "-v", "--gpu-name=" + target, file.name, "-o",
+                                       "/dev/null"], capture_output=True, text=True, check=True)
+            reports[f"sm_{arch} S={S} P={P} {dtype}"] = told.stderr
+print(json.dumps(reports))
+"""
+
+
+@needs_triton
+def test_kernel_compiles_ahead_of_time_without_spills(tmp_path):
+    """For A100 and H100, without either, at T=10, N=197, H=12, d=64."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(HERE), "TRITON_CACHE_DIR": str(tmp_path)}
+    ran = subprocess.run(
+        [sys.executable, "-c", AHEAD_OF_TIME],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    reports = json.loads(ran.stdout)
+    assert len(reports) == 12
+    for shape, told in reports.items():
+        spills = re.findall(r"(\d+) bytes spill", told)
+        assert spills and set(spills) == {"0"}, (shape, told)
+
+
+def pretend_gpu(monkeypatch):
+    """Make "auto" believe that the images are on a GPU; the interpreter then runs the kernel."""
+    monkeypatch.setattr(MultiLane, "_on_gpu", staticmethod(lambda x: True))
+
+
+@needs_triton
+def test_auto_uses_the_kernel_after_a_check(monkeypatch):
+    model, images, calls = small_model(), pictures(5), []
+    kernel = multilane.mix_triton
+
+    def spy(z, r, e):
+        calls.append(len(z))
+        return kernel(z, r, e)
+
+    monkeypatch.setattr(multilane, "mix_triton", spy)
+    wanted = logits(model, images, "parallel")
+    assert not calls
+    pretend_gpu(monkeypatch)
+    for _ in range(2):
+        assert_close(logits(model, images, "auto"), wanted)
+    assert calls == [2] * 3 + [5] * 3 + [5] * 3  # three blocks: the check once, then the batches
+
+
+@needs_triton
+@pytest.mark.parametrize("fault", ("raises", "disagrees"))
+def test_auto_falls_back_when_the_kernel_fails(monkeypatch, fault):
+    def broken(z, r, e):
+        if fault == "raises":
+            raise RuntimeError("no such instruction")
+        a, w = multilane.mix(z, r, e)
+        return a * 1.5, w
+
+    model, images = small_model(), pictures()
+    wanted = logits(model, images, "parallel")
+    monkeypatch.setattr(multilane, "mix_triton", broken)
+    pretend_gpu(monkeypatch)
+    with pytest.warns(UserWarning, match="no such instruction" if fault == "raises" else "off by"):
+        out = logits(model, images, "auto")
+    assert torch.equal(out, wanted)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # told once
+        assert torch.equal(logits(model, images, "auto"), wanted)
+
+
+@needs_triton
+def test_insisting_on_the_kernel_where_it_cannot_run(monkeypatch):
+    model = small_model(impl="triton")
+    with pytest.raises(RuntimeError, match="no backward"):
+        model(pictures())
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with torch.no_grad(), pytest.raises(RuntimeError, match="GPU"):
+        model(pictures())
+
+
+# ---------------------------------------------------------------------------------------------
+# Backbones
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    (
+        ("vit_tiny_patch16_224", {}),
+        ("vit_base_patch16_224", {}),
+        ("deit_tiny_patch16_224", {}),
+        ("deit_tiny_distilled_patch16_224", {}),
+        ("deit3_small_patch16_224", {"img_size": 64}),  # layer-scale, no position for [CLS]
+        ("vit_small_patch14_reg4_dinov2", {"img_size": 56}),  # registers and layer-scale
+        ("vit_base_patch32_clip_224", {"img_size": 96}),  # norm_pre
+        ("vit_tiny_patch16_224", {"img_size": (96, 64)}),
+        ("vit_tiny_patch16_224", {"dynamic_img_size": True}),
+        ("vit_tiny_patch16_224", {"global_pool": "avg", "img_size": 64}),  # fc_norm for norm
+    ),
+    ids=str,
+)
+def test_backbones(name, options):
+    torch.manual_seed(0)
+    vit = timm.create_model(name, num_classes=0, **options)
+    for block in vit.blocks:
+        for scale in (block.ls1, block.ls2):
+            if hasattr(scale, "gamma"):  # timm starts it at 1e-5, where no block does anything
+                nn.init.uniform_(scale.gamma, 0.2, 1.0)
+    model = MultiLane(vit, LaneConfig(selectors=3, prompts=2), pretrained=False)
+    size = (64, 96) if options.get("dynamic_img_size") else vit.patch_embed.img_size
+    images = torch.rand(2, 3, *size)
+    with torch.no_grad():
+        out, cls = model(images, return_cls=True)
+        features = vit.forward_features(images)
+        if isinstance(vit.norm, nn.Identity):
+            features = vit.fc_norm(features)
+        assert out.shape == (2, 0)
+        assert_close(cls, features[:, 0])
+    for t in range(2):
+        randomize(model.lanes[model.add_lane([f"{t}.{i}" for i in range(3)])], 0.3)
+    wanted = logits(model, images, "reference")
+    assert_close(logits(model, images, "parallel"), wanted)
+    assert wanted.std(0).min() > 0  # another image, another answer
+    maps = model.heatmaps(images)
+    rows, columns = (n // p for n, p in zip(size, vit.patch_embed.patch_size))
+    assert maps.shape == (2, 2, len(vit.blocks), 3, rows, columns)
+
+
+class Rotary(VisionTransformer):
+    rope = nn.Linear(1, 1)
+
+
+def with_part(name, part):
+    vit = small_vit()
+    setattr(vit.blocks[1].attn, name, part)
+    return vit
+
+
+@pytest.mark.parametrize(
+    "build, reason",
+    (
+        (lambda: timm.create_model("resnet18", num_classes=0), "is not a VisionTransformer"),
+        (lambda: small_vit(class_token=False, global_pool="avg"), "no class token"),
+        (lambda: small_vit(qk_norm=True), "qk-norm"),
+        (lambda: timm.create_model("eva02_tiny_patch14_224", num_classes=0), "rotary"),
+        (lambda: with_part("gate", nn.Linear(48, 48)), "gated attention"),
+        (lambda: with_part("norm", nn.LayerNorm(48)), "scaled attention"),
+        (lambda: small_vit(block_fn=ResPostBlock), "block 0"),
+        (lambda: small_vit(block_fn=ParallelThingsBlock), "block 0"),
+        (lambda: timm.create_model("beit_base_patch16_224", num_classes=0), "Beit cannot"),
+        (lambda: nn.Linear(2, 2), "Linear cannot carry lanes"),
+    ),
+)
+def test_unsuitable_backbones_are_refused(build, reason):
+    with pytest.raises(ValueError, match=reason) as told:
+        MultiLane(build())
+    assert "class token and plain attention" in str(told.value)
+
+
+def test_a_block_that_computes_something_else_is_refused():
+    vit = small_vit()
+    original = vit.blocks[2].forward
+    vit.blocks[2].forward = lambda x: original(x) * 1.01
+    with pytest.raises(ValueError, match="block 2.*not pre-norm softmax attention"):
+        MultiLane(vit)
+
+
+def test_backbone_by_name():
+    model = MultiLane("vit_tiny_patch16_224.augreg_in21k_ft_in1k", pretrained=False)
+    assert model.backbone_name == "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
+    assert small_model().backbone_name == "VisionTransformer"
+    with pytest.raises(ValueError, match="'no_such_vit'.*timm.list_models"):
+        MultiLane("no_such_vit", pretrained=False)
+
+
+# ---------------------------------------------------------------------------------------------
+# Cost, counted on the meta device
+
+
+def count_macs(function):
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        function()
+    return counter.get_total_flops() / 2
+
+
+def base_macs(lanes, impl="parallel", **config):
+    with torch.device("meta"):
+        vit = timm.create_model("vit_base_patch16_224", num_classes=0)
+        model = MultiLane(vit, LaneConfig(**{"selectors": 20, "prompts": 20, **config}), impl=impl)
+        for t in range(lanes):
+            model.add_lane([f"{t}.{i}" for i in range(10)])
+        images = torch.empty(1, 3, 224, 224)
+        with torch.no_grad():
+            model(images)  # walks the selectors, once per set of weights
+        return count_macs(lambda: model(images)), count_macs(lambda: vit(images))
+
+
+def test_ten_lanes_cost_no_more_than_a_plain_vit():
+    ten, plain = base_macs(10)
+    eleven, _ = base_macs(11)
+    single, _ = base_macs(10, selectors=1)
+    literal, _ = base_macs(10, impl="reference")
+    assert plain == pytest.approx(17.56e9, rel=0.01)
+    assert ten <= 1.01 * plain
+    assert eleven - ten <= 0.13e9
+    assert single <= 0.99 * plain
+    assert literal == pytest.approx(36.2e9, rel=0.02)  # what the identities save
+
+
+# ---------------------------------------------------------------------------------------------
+# Lanes never touch each other, and what is kept is never stale
+
+
+def train_lane(model, lane, steps=3):
+    torch.manual_seed(lane)
+    images, targets = pictures(6, seed=lane), torch.rand(6, 4).round()
+    optimizer = torch.optim.Adam(model.lane_parameters(lane), lr=0.05)
+    for _ in range(steps):
+        loss = F.binary_cross_entropy_with_logits(model(images, lane=lane), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+@pytest.mark.parametrize("config", ({}, {"pre_head_norm": False}, {"drop_replace": False}), ids=str)
+def test_adding_training_and_dropping_leave_other_lanes_alone(config):
+    model, images = small_model(**config), pictures()
+    before = copy.deepcopy(model.lanes.state_dict())
+    frozen = copy.deepcopy(model.backbone.state_dict())
+    alone = [logits(model, images, "auto", lane=t) for t in range(3)]
+    reference, parallel = (logits(model, images, impl) for impl in ("reference", "parallel"))
+    new = model.add_lane([f"new {i}" for i in range(4)])
+    start = logits(model, images, "auto", lane=new)
+    model.impl = "auto"
+    train_lane(model, new)
+    assert (logits(model, images, "auto", lane=new) - start).abs().max() > 1e-2
+
+    def check_others():
+        for name, value in before.items():
+            assert torch.equal(model.lanes.state_dict()[name], value)
+        for name, value in frozen.items():
+            assert torch.equal(model.backbone.state_dict()[name], value)
+        for t in range(3):
+            assert torch.equal(logits(model, images, "auto", lane=t), alone[t])
+        assert torch.equal(logits(model, images, "reference")[:, :12], reference)
+        assert_close(logits(model, images, "parallel")[:, :12], parallel)
+
+    check_others()
+    assert model.drop_lane(new) == tuple(f"new {i}" for i in range(4))
+    check_others()
+    model.drop_lane(1)
+    kept = [0, 1, 2, 3, 8, 9, 10, 11]
+    assert torch.equal(logits(model, images, "reference"), reference[:, kept])
+    assert_close(logits(model, images, "parallel"), parallel[:, kept])
+    assert torch.equal(logits(model, images, "auto", lane=1), alone[2])
+    assert model.classes == tuple(f"class {t}.{i}" for t in (0, 2) for i in range(4))
+
+
+def test_new_lanes_start_from_the_last_or_orthogonal():
+    model = small_model(1)
+    warm, fresh = model.add_lane(["a"]), model.add_lane(["b", "c"], warm_start=False)
+    first, warm, fresh = model.lanes[0], model.lanes[warm], model.lanes[fresh]
+    assert torch.equal(warm.selectors, first.selectors)
+    assert torch.equal(warm.prompts, first.prompts)
+    assert warm.selectors.data_ptr() != first.selectors.data_ptr()
+    assert_close(fresh.selectors @ fresh.selectors.T, torch.eye(4))
+    rows = fresh.prompts[1, 0].transpose(0, 1).flatten(1)  # [P,H*d]
+    assert_close(rows @ rows.T, torch.eye(5))
+    assert warm.head.weight.shape == (1, 48) and fresh.head.weight.shape == (2, 48)
+    torch.manual_seed(5)
+    one = small_model(0).add_lane(["x"])
+    assert one == 0
+
+
+@pytest.mark.parametrize("impl", ("reference", "parallel"))
+def test_batch_mates_do_not_matter(impl):
+    model, images = small_model(), pictures(6)
+    together = logits(model, images, impl)
+    order = torch.tensor([4, 2, 0, 5, 1, 3])
+    assert_close(logits(model, images[order], impl), together[order], 1e-6)
+    for b in range(6):
+        assert_close(logits(model, images[b : b + 1], impl)[0], together[b], 1e-6)
+
+
+EDITS = {
+    "in place": lambda m: m.lanes[1].selectors.mul_(1.5),
+    "behind autograd": lambda m: m.lanes[1].prompts.data.mul_(-2.0),
+    "through numpy": lambda m: m.lanes[0].selectors.detach().numpy().__imul__(2),
+    "swapped rows": lambda m: m.lanes[1].selectors.data.copy_(m.lanes[0].selectors.data),
+    "head": lambda m: m.lanes[2].head.weight.mul_(3),
+    "replaced": lambda m: setattr(m.lanes[0], "selectors", nn.Parameter(torch.randn(4, 48))),
+    "state dict": lambda m: m.load_state_dict(small_model(seed=7).state_dict()),
+    "assigned": lambda m: m.load_state_dict(small_model(seed=7).state_dict(), assign=True),
+    "backbone": lambda m: m.backbone.load_state_dict(small_vit(9).state_dict()),
+    "dtype": lambda m: m.double(),
+    "dropped": lambda m: m.drop_lane(0),
+    "dropped and added": lambda m: (m.drop_lane(2), m.add_lane(["x"], warm_start=False)),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("lane", (None, 0))
+def test_edits_are_seen_by_the_next_forward(edit, lane):
+    model, images = small_model(), pictures()
+    before = logits(model, images, "parallel", lane=lane)
+    assert torch.equal(logits(model, images, "parallel", lane=lane), before)
+    with torch.no_grad():
+        EDITS[edit](model)
+    after = logits(model, images, "parallel", lane=lane)
+    assert_close(after, logits(model, images, "reference", lane=lane))
+    if lane is None:
+        assert after.shape != before.shape or (after - before).abs().max() > 1e-7
+
+
+def test_training_is_seen_by_the_next_forward():
+    model, images = small_model(), pictures()
+    for lane in (None, 1):
+        before = logits(model, images, "parallel", lane=lane)
+        train_lane(model, 1, steps=1)
+        after = logits(model, images, "parallel", lane=lane)
+        assert (after - before).abs().max() > 1e-4
+        assert_close(after, logits(model, images, "reference", lane=lane))
+
+
+def test_selector_paths_are_walked_once_per_weights(monkeypatch):
+    model, images, walks = small_model(), pictures(), []
+    original = multilane.stack_lanes
+    monkeypatch.setattr(
+        multilane,
+        "stack_lanes",
+        lambda vit, lanes: walks.append(len(lanes)) or original(vit, lanes),
+    )
+    for _ in range(3):
+        logits(model, images, "parallel")
+        logits(model, images, "parallel", lane=2)
+    assert walks == [3, 1]
+    with torch.inference_mode():
+        model(images)
+    assert walks == [3, 1]
+
+
+def test_the_backbone_is_frozen_for_good():
+    model = small_model(vit=small_vit(proj_drop_rate=0.5, attn_drop_rate=0.5, drop_path_rate=0.5))
+    images = pictures()
+    quiet = logits(model, images, "parallel")
+    model.train()
+    model.requires_grad_(True)
+    assert model.training and not any(m.training for m in model.backbone.modules())
+    assert not any(p.requires_grad for p in model.backbone.parameters())
+    assert torch.equal(logits(model, images, "parallel"), quiet)
+    for impl in ("reference", "parallel"):
+        model.impl = impl
+        model(images).sum().backward()
+        assert all(p.grad is None for p in model.backbone.parameters())
+        assert all(p.grad is not None for lane in model.lanes for p in lane.parameters())
+    trained = {id(p) for t in range(3) for p in model.lane_parameters(t)}
+    assert trained == {id(p) for p in model.parameters() if p.requires_grad}
+
+
+def test_training_lowers_the_loss():
+    before, after = (train_lane(small_model(1), 0, steps) for steps in (1, 60))
+    assert after < 0.6 * before
+
+
+def test_heatmaps_are_the_attention_of_equation_3():
+    model, images = small_model(), pictures(2)
+    maps = model.heatmaps(images)
+    assert maps.shape == (2, 3, 3, 4, 4, 4)
+    assert (maps >= 0).all() and (maps.sum((-1, -2)) <= 1 + 1e-5).all()
+    g, _ = model.stream(images)
+    s = model.backbone.blocks[0].norm1(model.lanes[1].selectors)
+    alpha = (s @ g[0].mT / 48**0.5).softmax(-1)
+    assert_close(maps[:, 1, 0].flatten(2), alpha[..., 1:].detach())
+    assert small_model(drop_replace=False).heatmaps(images).shape == (2, 3, 1, 4, 4, 4)
+    for model in (small_model(token_merging=True), small_model(0)):
+        with pytest.raises(ValueError, match="selectors"):
+            model.heatmaps(images)
+
+
+def test_a_copy_is_independent():
+    model, images = small_model(), pictures()
+    before = logits(model, images, "parallel")
+    twin = copy.deepcopy(model)
+    train_lane(twin, 0)
+    assert torch.equal(logits(model, images, "parallel"), before)
+    assert (logits(twin, images, "parallel") - before).abs().max() > 1e-4
+
+
+# ---------------------------------------------------------------------------------------------
+# Files
+
+
+def test_save_and_load_give_the_same_bits(tmp_path):
+    for config in ({}, {"pathways": False}, {"token_merging": True}, {"prompts": 0}):
+        model, images = small_model(**config), pictures()
+        twin = small_model(0, **config)
+        for t in range(3):
+            model.save_lane(t, tmp_path / f"lane {t}.safetensors")
+            assert twin.load_lane(tmp_path / f"lane {t}.safetensors") == t
+        assert twin.classes == model.classes
+        for impl in ("reference", "parallel"):
+            assert torch.equal(logits(twin, images, impl), logits(model, images, impl))
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"lane {t}.safetensors" for t in range(3)]
+
+
+def test_lanes_trained_apart_are_put_together(tmp_path):
+    images, parts = pictures(), []
+    for t in range(3):
+        apart = small_model(0)
+        torch.manual_seed(t)
+        apart.add_lane([f"apart {t}.{i}" for i in range(4)])
+        train_lane(apart, 0)
+        apart.save_lane(0, tmp_path / f"{t}.safetensors")
+        parts.append(logits(apart, images, "reference"))
+    config = multilane.read_lane(tmp_path / "0.safetensors")[0]["config"]
+    model = MultiLane(small_vit(), config)
+    model.load_lanes(tmp_path / f"{t}.safetensors" for t in range(3))
+    assert torch.equal(logits(model, images, "reference"), torch.cat(parts, 1))
+    assert_close(logits(model, images, "parallel"), torch.cat(parts, 1))
+    with pytest.raises(ValueError, match=r"apart 0.0.*there already"):
+        model.load_lanes([tmp_path / "0.safetensors"])
+    assert len(model.lanes) == 3
+
+
+def test_a_lane_travels_to_another_dtype(tmp_path):
+    model, images = small_model(1), pictures()
+    model.save_lane(0, tmp_path / "lane")
+    low = small_model(0).to(torch.bfloat16)
+    low.load_lane(tmp_path / "lane")
+    assert_close(logits(low, images, "parallel").float(), logits(model, images, "parallel"), 0.05)
+
+
+class Bomb:
+    def __reduce__(self):
+        return (os.system, (f"touch {os.environ['BOMB']}",))
+
+
+def rewrite(path, edit_tensors=lambda t: t, edit_info=lambda i: i):
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    with safe_open(path, framework="pt") as file:
+        info, tensors = file.metadata(), {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118
+    edit_tensors(tensors)
+    edit_info(info)
+    save_file(tensors, path, info)
+
+
+def spoil(change):
+    """A spoiler of a lane file: from (path) to nothing."""
+    return lambda path: path.write_bytes(change(path.read_bytes()))
+
+
+BAD_FILES = {
+    "missing": (lambda p: p.unlink(), "missing"),
+    "empty": (spoil(lambda b: b""), "cut off"),
+    "truncated header": (spoil(lambda b: b[:100]), "cut off"),
+    "truncated data": (spoil(lambda b: b[:-10]), "cut off"),
+    "noise": (spoil(lambda b: bytes(range(256)) * 8), "cut off"),
+    "pickle": (lambda p: p.write_bytes(pickle.dumps(Bomb())), "another kind"),
+    "torch pickle": (lambda p: torch.save({"a": Bomb()}, p), "another kind"),
+    "a folder": (lambda p: (p.unlink(), p.mkdir()), "cannot be read"),
+    "not a lane": (lambda p: rewrite(p, edit_info=lambda i: i.clear()), "not a lane"),
+    "nan": (
+        lambda p: rewrite(p, lambda t: t["selectors"].view(-1)[3:4].fill_(float("nan"))),
+        "selectors is not finite",
+    ),
+    "integers": (lambda p: rewrite(p, lambda t: t.update(key=torch.ones(3).int())), "not finite"),
+    "wrong shape": (
+        lambda p: rewrite(p, lambda t: t.update(selectors=torch.zeros(5, 48))),
+        r"\(5, 48\).*\(4, 48\)",
+    ),
+    "tensor missing": (lambda p: rewrite(p, lambda t: t.pop("prompts")), "prompts"),
+    "tensor too many": (lambda p: rewrite(p, lambda t: t.update(more=torch.ones(1))), "more"),
+    "other backbone": (
+        lambda p: rewrite(p, edit_info=lambda i: i.update(fingerprint="0" * 64, backbone="vit_x")),
+        "other weights.*vit_x",
+    ),
+    "other config": (
+        lambda p: rewrite(
+            p,
+            edit_info=lambda i: i.update(
+                config=i["config"].replace('"prompts": 5', '"prompts": 6')
+            ),
+        ),
+        "prompts=6.*prompts=5",
+    ),
+    "impossible config": (
+        lambda p: rewrite(
+            p, edit_info=lambda i: i.update(config=i["config"].replace(": 5", ": -5"))
+        ),
+        "description is spoiled",
+    ),
+    "unknown setting": (
+        lambda p: rewrite(p, edit_info=lambda i: i.update(config='{"depth": 3}')),
+        "description is spoiled",
+    ),
+    "no classes": (
+        lambda p: rewrite(p, edit_info=lambda i: i.update(classes="[]")),
+        "list of names",
+    ),
+    "strange classes": (
+        lambda p: rewrite(p, edit_info=lambda i: i.update(classes="[1, 2, 3, 4]")),
+        "list of names",
+    ),
+    "broken json": (lambda p: rewrite(p, edit_info=lambda i: i.update(classes="[")), "spoiled"),
+    "no fingerprint": (lambda p: rewrite(p, edit_info=lambda i: i.pop("fingerprint")), "spoiled"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_FILES)
+def test_bad_lane_files_are_refused(fault, tmp_path, monkeypatch):
+    monkeypatch.setenv("BOMB", str(tmp_path / "exploded"))
+    path, good = tmp_path / "lane.safetensors", tmp_path / "good.safetensors"
+    model = small_model(2)
+    model.save_lane(0, path)
+    model.save_lane(1, good)
+    spoiler, reason = BAD_FILES[fault]
+    spoiler(path)
+    twin = small_model(0)
+    with pytest.raises(ValueError, match=f"(?s)lane.safetensors.*{reason}") as told:
+        twin.load_lanes([good, path])
+    assert str(told.value).endswith(".") and "\n" not in str(told.value)
+    assert len(twin.lanes) == 0  # all or none
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_lanes_over_another_backbone_are_refused(tmp_path):
+    small_model(1).save_lane(0, tmp_path / "lane")
+    with pytest.raises(ValueError, match="other weights"):
+        small_model(0, seed=3).load_lane(tmp_path / "lane")
+    vit = small_vit()
+    with torch.no_grad():
+        vit.blocks[1].mlp.fc1.weight[0, 0] += 1e-6
+    with pytest.raises(ValueError, match="other weights"):
+        small_model(0, vit=vit).load_lane(tmp_path / "lane")
+    model = small_model(0)
+    model.backbone.load_state_dict(small_vit(3).state_dict())  # changed after it was wrapped
+    with pytest.raises(ValueError, match="other weights"):
+        model.load_lane(tmp_path / "lane")
+    small_model(0).half().load_lane(tmp_path / "lane")
+
+
+def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
+    model, path = small_model(1), tmp_path / "lane"
+    model.save_lane(0, path)
+    old = path.read_bytes()
+    with torch.no_grad():
+        model.lanes[0].selectors.zero_()
+
+    def full_disk(descriptor):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full_disk)
+        with pytest.raises(OSError, match="No space left"):
+            model.save_lane(0, path)
+    assert path.read_bytes() == old and len(list(tmp_path.iterdir())) == 1
+    model.save_lane(0, path)
+    assert path.read_bytes() != old
+
+
+# ---------------------------------------------------------------------------------------------
+# Compiled, in low precision, and misused
+
+
+def test_compile_without_a_graph_break():
+    model, images = small_model(), pictures()
+    compiled = torch.compile(model, fullgraph=True, backend="inductor")
+    with torch.no_grad():
+        assert_close(compiled(images), model(images))
+        model.lanes[1].selectors.data.mul_(1.5)  # not stale there either
+        assert_close(compiled(images), logits(model, images, "reference"))
+
+
+@pytest.mark.parametrize("config", ({}, {"token_merging": True}, {"drop_replace": False}), ids=str)
+def test_autocast(config):
+    model, images = small_model(**config), pictures()
+    wanted = logits(model, images, "reference")
+    for impl in ("reference", "parallel"):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = logits(model, images, impl)
+            loss = model(images, lane=1).float().square().mean()
+        assert out.dtype == torch.bfloat16
+        assert_close(out.float(), wanted, 0.1)
+        model.zero_grad()
+        loss.backward()
+        assert all(p.grad.isfinite().all() for p in model.lane_parameters(1))
+
+
+@pytest.mark.parametrize(
+    "images",
+    (
+        torch.rand(2, 3, 33, 32),
+        torch.rand(2, 3, 64, 64),
+        torch.rand(2, 1, 32, 32),
+        torch.rand(2, 4, 32, 32),
+        torch.rand(0, 3, 32, 32),
+        torch.rand(3, 32, 32),
+        torch.randint(0, 256, (2, 3, 32, 32)),
+        torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8),
+        np.zeros((2, 3, 32, 32)),
+        None,
+    ),
+    ids=lambda x: f"{getattr(x, 'dtype', '')} {tuple(getattr(x, 'shape', ()))}",
+)
+def test_wrong_images_get_a_sentence(images):
+    model = small_model()
+    for method in (model, model.stream, model.heatmaps):
+        with pytest.raises(ValueError, match=r"\[B,3,32,32\]"):
+            method(images)
+
+
+def test_wrong_size_with_dynamic_images():
+    model = small_model(vit=small_vit(dynamic_img_size=True))
+    assert logits(model, torch.rand(1, 3, 40, 24), "parallel").shape == (1, 12)
+    with pytest.raises(ValueError, match="multiples of"):
+        model(torch.rand(1, 3, 41, 24))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    (
+        {"selectors": 0},
+        {"selectors": 2.0},
+        {"selectors": True},
+        {"prompts": -1},
+        {"prompts": "5"},
+        {"prompt_blocks": -1},
+        {"prompt_blocks": None},
+        {"merged_tokens": 0},
+        {"pre_head_norm": 1},
+        {"pathways": "no"},
+        {"drop_replace": None},
+        {"token_merging": True, "drop_replace": False},
+    ),
+    ids=str,
+)
+def test_impossible_configs_are_refused(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        LaneConfig(**bad)
+
+
+def test_misuse_gets_a_sentence():
+    model = small_model(2)
+    for call, reason in (
+        (lambda: model.add_lane("cat"), "list of names"),
+        (lambda: model.add_lane([]), "list of names"),
+        (lambda: model.add_lane([1, 2]), "list of names"),
+        (lambda: model.add_lane(["a", "a"]), "'a' is there already"),
+        (lambda: model.add_lane(["class 0.1"]), "'class 0.1' is there already"),
+        (lambda: MultiLane(small_vit(), impl="fast"), "auto, reference, parallel, triton"),
+        (lambda: MultiLane(small_vit(), LaneConfig()), "5.*only 3 blocks"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            call()
+    for lane in (2, -1, "0", 1.0, True):
+        with pytest.raises(IndexError, match="2 lanes"):
+            model(pictures(), lane=lane)
+    with pytest.raises(IndexError, match="no lane 5"):
+        model.drop_lane(5)
+    assert len(model.lanes) == 2
+
+
+def test_config_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        LaneConfig().selectors = 3
+
+
+def test_the_file_stands_alone(tmp_path):
+    """Copied elsewhere, with neither timm nor triton nor this repo, it still imports and works."""
+    shutil.copy(HERE / "multilane.py", tmp_path)
+    script = """
+import sys
+for name in "timm", "triton", "data", "train", "numpy.random":
+    sys.modules[name] = None
+import multilane
+assert multilane.triton is None
+try:
+    multilane.MultiLane("vit_tiny_patch16_224")
+except ValueError as told:
+    assert "timm" in str(told), told
+else:
+    raise SystemExit("timm was imported")
+print(multilane.LaneConfig())
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
