@@ -515,17 +515,18 @@ class Lane(nn.Module):
         attn, like = vit.blocks[0].attn, vit.cls_token
         D, H, width = like.shape[-1], attn.num_heads, attn.qkv.out_features // 3
         S, P, blocks = config.selectors, config.prompts, config.prompt_blocks
-        selectors = torch.empty(0 if config.token_merging else S, D)  # [S,D]
+        selectors = torch.empty(0 if config.token_merging else S, D)
         prompts = torch.empty(blocks, 2, P, H, width // H)
         for rows in [selectors, *prompts.view(2 * blocks, P, width)]:
             if rows.numel():
                 nn.init.orthogonal_(rows)
-        self.selectors = nn.Parameter(selectors.to(like))
-        self.prompts = nn.Parameter(prompts.transpose(2, 3).to(like, copy=True).contiguous())
-        self.key = None if config.pathways else nn.Parameter(torch.rand(D).to(like) * 2 - 1)  # [D]
-        self.head = nn.Linear(D, len(self.classes), device=like.device, dtype=like.dtype)
+        self.selectors = nn.Parameter(selectors)  # [S,D]
+        self.prompts = nn.Parameter(prompts.transpose(2, 3).contiguous())  # [blocks,2,H,P,d]
+        self.key = None if config.pathways else nn.Parameter(torch.rand(D) * 2 - 1)  # [D]
+        self.head = nn.Linear(D, len(self.classes))
         nn.init.trunc_normal_(self.head.weight, std=0.02)
         nn.init.zeros_(self.head.bias)
+        self.to(like)  # made on the CPU, so a seed gives the same lane on every device
 
     def block_prompts(self, index: int) -> Tensor | None:
         """The prompts of one block [2,H,P,d], or None."""
@@ -614,9 +615,8 @@ class MultiLane(nn.Module):
         It starts from the last lane's selectors and prompts; the first lane, or any with
         warm_start=False, starts orthogonal.
         """
-        lane = Lane(
-            self._new_classes(classes, self.classes, "add_lane"), self.config, self.backbone
-        )
+        names = self._new_classes(classes, self.classes, "add_lane")
+        lane = Lane(names, self.config, self.backbone)
         if warm_start and len(self.lanes):
             with torch.no_grad():
                 lane.selectors.copy_(self.lanes[-1].selectors)
@@ -628,6 +628,7 @@ class MultiLane(nn.Module):
         """Remove a lane and all that was learned of its task; later lanes move up by one."""
         classes = self._lane(lane).classes
         del self.lanes[lane]
+        self._stacks.clear()
         return classes
 
     def lane_parameters(self, lane: int) -> list[nn.Parameter]:
@@ -675,7 +676,9 @@ class MultiLane(nn.Module):
                     f"{path} is a lane with {info['config']}, this model has {self.config}: build "
                     "MultiLane with that config."
                 )
-            lane = Lane(self._new_classes(info["classes"], taken, path), self.config, self.backbone)
+            names = self._new_classes(info["classes"], taken, path)
+            with torch.random.fork_rng(devices=[]):  # what is about to be overwritten costs no seed
+                lane = Lane(names, self.config, self.backbone)
             found = {name: tuple(t.shape) for name, t in tensors.items()}
             wanted = {name: tuple(p.shape) for name, p in lane.named_parameters()}
             if found != wanted:
@@ -709,7 +712,7 @@ class MultiLane(nn.Module):
                 'and lanes with Drop & Replace: see what is missing, or choose impl="auto".'
             )
         if not lanes or self.impl == "reference" or not self.config.drop_replace:
-            stream, cls = frozen_stream(self.backbone, x, cls=want_cls)
+            stream, cls = frozen_stream(self.backbone, x)
             c = self._one_by_one(lanes, stream)
         elif torch.is_grad_enabled():
             stream, cls = frozen_stream(self.backbone, x, keys=True, cls=want_cls)

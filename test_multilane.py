@@ -318,7 +318,7 @@ def test_kernel_in_a_low_precision_model(dtype):
 
 
 AHEAD_OF_TIME = """
-import json, subprocess, sys, tempfile, triton, multilane
+import json, subprocess, tempfile, triton, multilane
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.backends.nvidia import compiler
@@ -335,10 +335,8 @@ for arch in 80, 90:
             assert built.asm["cubin"]
             with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
                 file.write(built.asm["ptx"]); file.flush()
-                try:
-                    ptxas = compiler.get_ptxas(arch).path
-                except (AttributeError, TypeError):
-                    ptxas = compiler._path_to_binary("ptxas")[0]
+                find = compiler.get_ptxas  # takes the architecture in later releases
+                ptxas = (find(arch) if find.__code__.co_argcount else find()).path
                 target = "sm_90a" if arch == 90 else "sm_80"
                 told = subprocess.run([ptxas, "-v", "--gpu-name=" + target, file.name, "-o",
                                        "/dev/null"], capture_output=True, text=True, check=True)
@@ -348,6 +346,10 @@ print(json.dumps(reports))
 
 
 @needs_triton
+@pytest.mark.skipif(
+    multilane.triton and [int(n) for n in multilane.triton.__version__.split(".")[:2]] < [3, 4],
+    reason="compiling for an absent GPU is written here for triton 3.4 and later",
+)
 def test_kernel_compiles_ahead_of_time_without_spills(tmp_path):
     """For A100 and H100, without either, at T=10, N=197, H=12, d=64."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -523,8 +525,8 @@ def count_macs(function):
 
 
 def base_macs(lanes, impl="parallel", **config):
+    vit = timm.create_model("vit_base_patch16_224", num_classes=0).to("meta")
     with torch.device("meta"):
-        vit = timm.create_model("vit_base_patch16_224", num_classes=0)
         model = MultiLane(vit, LaneConfig(**{"selectors": 20, "prompts": 20, **config}), impl=impl)
         for t in range(lanes):
             model.add_lane([f"{t}.{i}" for i in range(10)])
@@ -607,9 +609,6 @@ def test_new_lanes_start_from_the_last_or_orthogonal():
     rows = fresh.prompts[1, 0].transpose(0, 1).flatten(1)  # [P,H*d]
     assert_close(rows @ rows.T, torch.eye(5))
     assert warm.head.weight.shape == (1, 48) and fresh.head.weight.shape == (2, 48)
-    torch.manual_seed(5)
-    one = small_model(0).add_lane(["x"])
-    assert one == 0
 
 
 @pytest.mark.parametrize("impl", ("reference", "parallel"))
@@ -736,7 +735,9 @@ def test_save_and_load_give_the_same_bits(tmp_path):
         twin = small_model(0, **config)
         for t in range(3):
             model.save_lane(t, tmp_path / f"lane {t}.safetensors")
+            seed_state = torch.get_rng_state()
             assert twin.load_lane(tmp_path / f"lane {t}.safetensors") == t
+            assert torch.equal(torch.get_rng_state(), seed_state)
         assert twin.classes == model.classes
         for impl in ("reference", "parallel"):
             assert torch.equal(logits(twin, images, impl), logits(model, images, impl))
@@ -920,6 +921,7 @@ def test_autocast(config):
     for impl in ("reference", "parallel"):
         with torch.autocast("cpu", torch.bfloat16):
             out = logits(model, images, impl)
+        with torch.autocast("cpu", torch.bfloat16):
             loss = model(images, lane=1).float().square().mean()
         assert out.dtype == torch.bfloat16
         assert_close(out.float(), wanted, 0.1)
