@@ -100,9 +100,10 @@ def task_sizes(protocol: str, classes: int, multi_label: bool = True) -> list[in
         rest = classes - base
         if base < classes and step and rest % step == 0:
             return [base] * (base > 0) + [step] * (rest // step)
-        fitting = [n for n in range(1, rest + 1) if rest % n == 0]
-        hint = f"with B{base} the step can be {_either(fitting)}"
-        hint = hint if fitting else f"the base must be below {classes}"
+        hint = f"the base must be below {classes}"
+        if rest > 0:
+            fitting = [n for n in range(1, rest + 1) if rest % n == 0]
+            hint = f"with B{base} the step can be {_either(fitting)}"
     elif (found := re.fullmatch(r"(\d+)-tasks", protocol)) and not multi_label:
         tasks = int(found[1])
         if tasks and classes % tasks == 0:
@@ -260,6 +261,7 @@ def load_batches(
         batch_sampler=batches,
         num_workers=workers,
         pin_memory=torch.cuda.is_available(),
+        generator=torch.Generator(),  # else every epoch would draw from the program's own
     )
 
 
@@ -385,7 +387,7 @@ def obtain(
 def first_folder(candidates: Sequence[Path], *needed: str) -> Path | None:
     """The first of some folders that holds all that is needed."""
     for folder in candidates:
-        if all((folder / part).exists() for part in needed):
+        if folder.is_dir() and all((folder / part).exists() for part in needed):
             return folder
     return None
 
@@ -979,7 +981,7 @@ def pretrain_glyph_vit(path: Path = GLYPH_WEIGHTS, images: int = 600_000, seed: 
 def load_glyphs(data_dir: Path, seed: int = 0) -> Benchmark:
     """The embedded benchmark; drawn in seconds, then kept in data_dir."""
     from safetensors import SafetensorError
-    from safetensors.torch import load_file, save
+    from safetensors.torch import load, save
 
     recipe = (GLYPHS, GLYPH_TRAIN, GLYPH_TEST, torch.__version__, Image.__version__)
     kept = (
@@ -988,7 +990,7 @@ def load_glyphs(data_dir: Path, seed: int = 0) -> Benchmark:
     )
     notes: tuple[str, ...] = ()
     try:
-        parts = load_file(kept)
+        parts = load(kept.read_bytes())
     except (OSError, SafetensorError):  # not there yet, or spoiled: it is drawn anew
         parts = {}
         for number, (split, count) in enumerate((("train", GLYPH_TRAIN), ("test", GLYPH_TEST))):

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import hashlib
 import json
 import os
 import pickle
@@ -9,6 +10,8 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import unicodedata
 import warnings
 from pathlib import Path
 
@@ -19,11 +22,16 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+import torchvision
+from PIL import Image
 from timm.models.vision_transformer import ParallelThingsBlock, ResPostBlock, VisionTransformer
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from torchvision.transforms import v2
 
+import data
 import multilane
+from data import DataError
 from multilane import LaneConfig, MultiLane
 
 HERE = Path(__file__).parent
@@ -1128,3 +1136,651 @@ print(multilane.LaneConfig())
         [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert ran.returncode == 0, ran.stderr
+
+
+# ---------------------------------------------------------------------------------------------
+# Data: protocols and tasks
+
+
+@pytest.mark.parametrize(
+    "protocol, classes, sizes",
+    (
+        ("B0-C4", 20, [4] * 5),
+        ("B10-C2", 20, [10] + [2] * 5),
+        ("B0-C10", 80, [10] * 8),
+        ("B40-C10", 80, [40] + [10] * 4),
+        ("B0-C20", 20, [20]),
+        ("10-tasks", 100, [10] * 10),
+    ),
+)
+def test_protocols(protocol, classes, sizes):
+    assert data.task_sizes(protocol, classes, multi_label=False) == sizes
+
+
+@pytest.mark.parametrize(
+    "protocol, reason",
+    (
+        ("B0-C3", "step can be 1, 2, 4, 5, 10 or 20"),
+        ("B10-C3", "with B10 the step can be 1, 2, 5 or 10"),
+        ("B19-C2", "with B19 the step can be 1"),
+        ("B20-C4", "base must be below 20"),
+        ("B0-C0", "step can be 1, 2"),
+        ("10-tasks", "no protocol '10-tasks'"),
+        ("b0c4", "no protocol 'b0c4'"),
+        ("", "no protocol ''"),
+    ),
+)
+def test_impossible_protocols_name_what_would_work(protocol, reason):
+    with pytest.raises(DataError, match=reason):
+        data.task_sizes(protocol, 20)
+    with pytest.raises(DataError, match=r"tasks can be 1, 2, 4, 5, 10 or 20"):
+        data.task_sizes("3-tasks", 20, multi_label=False)
+
+
+def toy_benchmark(images=60, classes=6, seed=0):
+    torch.manual_seed(seed)
+    splits = []
+    for n in (images, images // 2):
+        labels = torch.rand(n, classes) < 0.3
+        splits.append(
+            data.Split(torch.arange(n).view(n, 1, 1, 1).expand(n, 3, 8, 8).byte(), labels)
+        )
+    return data.Benchmark("toy", tuple("abcdef"[:classes]), *splits)
+
+
+@pytest.mark.parametrize("order_seed", (None, 3))
+def test_a_task_sees_only_its_own(order_seed):
+    toy = toy_benchmark()
+    tasks = data.make_tasks(toy, "B2-C2", order_seed)
+    assert [len(t.classes) for t in tasks] == [2, 2, 2]
+    assert sorted(tasks[-1].seen) == list(toy.classes)
+    assert (tasks[-1].seen == toy.classes) == (order_seed is None)
+    for task in tasks:
+        own = [toy.classes.index(name) for name in task.classes]
+        seen = [toy.classes.index(name) for name in task.seen]
+        assert task.seen[-2:] == task.classes
+        rows = [i for i in range(60) if toy.train.labels[i, own].any()]
+        assert task.train.images[:, 0, 0, 0].tolist() == rows
+        assert torch.equal(task.train.labels, toy.train.labels[rows][:, own])
+        rows = [i for i in range(30) if toy.test.labels[i, seen].any()]
+        assert task.test_rows.tolist() == rows
+        assert torch.equal(task.test.labels, toy.test.labels[rows][:, seen])
+    again = data.make_tasks(toy, "B2-C2", order_seed)
+    assert [t.classes for t in again] == [t.classes for t in tasks]
+
+
+def test_a_task_without_images_is_refused():
+    toy = toy_benchmark()
+    toy.train.labels[:, 2:4] = False
+    with pytest.raises(DataError, match=r"Task 2 of toy B0-C2 \(c, d\) has 0 training"):
+        data.make_tasks(toy, "B0-C2")
+
+
+def test_average_precision_by_hand():
+    scores = torch.tensor([0.9, 0.8, 0.7, 0.6, 0.5])
+    assert data.average_precision(scores, torch.tensor([1, 0, 1, 0, 1]).bool()) == pytest.approx(
+        (1 / 1 + 2 / 3 + 3 / 5) / 3
+    )
+    assert data.average_precision(scores, torch.tensor([0, 0, 0, 0, 1]).bool()) == pytest.approx(
+        0.2
+    )
+    assert data.average_precision(scores, torch.ones(5).bool()) == 1
+    assert np.isnan(data.average_precision(scores, torch.zeros(5).bool()))
+    ties = data.average_precision(torch.zeros(4), torch.tensor([0, 1, 0, 1]).bool())
+    assert ties == pytest.approx((1 / 2 + 2 / 4) / 2)
+
+
+# ---------------------------------------------------------------------------------------------
+# Data: images and loaders
+
+
+def gradient_image(width=40, height=30):
+    """Red grows to the right, green downwards."""
+    x, y = np.meshgrid(np.linspace(0, 255, width), np.linspace(0, 255, height))
+    return Image.fromarray(np.stack([x, y, np.full_like(x, 60)], -1).astype(np.uint8))
+
+
+def test_images_of_every_kind_are_read(tmp_path):
+    picture = gradient_image()
+    wanted = np.asarray(picture).astype(int)
+    kinds = {
+        "plain.png": picture,
+        "palette.png": picture.convert("P", palette=Image.Palette.ADAPTIVE, colors=256),
+        "alpha.png": picture.convert("RGBA"),
+        "cmyk.jpg": picture.convert("CMYK"),
+    }
+    for name, image in kinds.items():
+        image.save(tmp_path / name)
+        found = np.asarray(data.open_image(tmp_path / name)).astype(int)
+        assert found.shape == wanted.shape and abs(found - wanted).mean() < 8, name
+    picture.convert("L").save(tmp_path / "grey.jpg")
+    grey = np.asarray(data.open_image(tmp_path / "grey.jpg"))
+    assert grey.shape == (30, 40, 3) and (grey[..., 0] == grey[..., 2]).all() and grey.std() > 20
+    deep = (np.asarray(picture.convert("L")).astype(np.uint16) * 257).astype(np.uint16)
+    Image.fromarray(deep).save(tmp_path / "deep.png")
+    assert abs(np.asarray(data.open_image(tmp_path / "deep.png"))[..., 0] - (deep / 257)).max() <= 1
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned: a viewer turns the picture by 90 degrees clockwise
+    picture.save(tmp_path / "turned.jpg", exif=exif, quality=95)
+    turned = np.asarray(data.open_image(tmp_path / "turned.jpg")).astype(int)
+    assert turned.shape == (40, 30, 3)
+    assert abs(turned - np.rot90(wanted, -1)).mean() < 8
+
+
+def file_split(folder, count=9):
+    folder.mkdir(exist_ok=True)
+    for i in range(count):
+        gradient_image(40 + i, 32).rotate(10 * i).save(folder / f"{i}.jpg")
+    return data.Split([folder / f"{i}.jpg" for i in range(count)], torch.eye(count).bool())
+
+
+def test_batches_are_the_same_with_any_number_of_workers(tmp_path):
+    split = file_split(tmp_path / "with spaces")
+    transform = data.make_transform(train=True, size=16)
+
+    def epoch(number, **options):
+        torch.manual_seed(torch.seed() % 1000)  # whatever the state, it must not matter
+        loader = data.load_batches(
+            split, transform, 4, shuffle=True, seed=5, epoch=number, **options
+        )
+        state = torch.get_rng_state()
+        parts = [torch.cat(part) for part in zip(*loader, strict=True)]
+        assert torch.equal(torch.get_rng_state(), state)
+        return parts
+
+    images, labels, indices = epoch(0)
+    assert images.shape == (9, 3, 16, 16) and images.dtype == torch.float32
+    assert sorted(indices.tolist()) == list(range(9)) != indices.tolist()
+    assert torch.equal(labels.bool(), split.labels[indices])
+    for workers in (0, 2):
+        again = epoch(0, workers=workers)
+        assert all(torch.equal(a, b) for a, b in zip(again, (images, labels, indices), strict=True))
+    other_images, _, other_indices = epoch(1)
+    assert not torch.equal(other_indices, indices)
+    assert not torch.equal(other_images[other_indices.argsort()], images[indices.argsort()])
+    ranks = [epoch(0, rank=r, world=2) for r in range(2)]
+    together = {int(i): image for part in ranks for image, i in zip(part[0], part[2], strict=True)}
+    assert len(together) == 9
+    assert all(
+        torch.equal(together[int(i)], image) for image, i in zip(images, indices, strict=True)
+    )
+
+
+def test_transforms_as_published():
+    picture = torchvision.tv_tensors.Image(torch.randint(0, 256, (3, 300, 400), dtype=torch.uint8))
+    test = data.make_transform(train=False)
+    out = test(picture)
+    assert out.shape == (3, 224, 224) and 0 <= out.min() and out.max() <= 1
+    by_hand = v2.functional.resize(
+        picture, [256, 341], v2.InterpolationMode.BICUBIC, antialias=True
+    )
+    by_hand = v2.functional.center_crop(by_hand, [224, 224]).float() / 255
+    assert_close(torch.Tensor(out), torch.Tensor(by_hand), 1e-2)
+    mean, std = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
+    normalized = data.make_transform(train=False, mean_std=(mean, std))(picture)
+    wanted = (out - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
+    assert_close(torch.Tensor(normalized), torch.Tensor(wanted))
+    vit = timm.create_model("vit_tiny_patch16_224", num_classes=0)
+    own = data.make_transform(train=False, mean_std=(mean, std), timm_backbone=vit)(picture)
+    plain = data.make_transform(train=False, timm_backbone=vit)(picture)
+    assert own.shape == (3, 224, 224) and own.min() < 0 <= plain.min() and plain.max() <= 1
+    torch.manual_seed(0)
+    train = data.make_transform(train=True)
+    first, second = train(picture), train(picture)
+    assert first.shape == (3, 224, 224) and not torch.equal(first, second)
+
+
+def test_unreadable_images_are_named_with_their_task(tmp_path):
+    split = file_split(tmp_path)
+    (tmp_path / "4.jpg").write_bytes((tmp_path / "4.jpg").read_bytes()[:300])
+    (tmp_path / "6.jpg").write_text("this is no picture")
+    names = tuple(f"class {i}" for i in range(9))
+    tasks = data.make_tasks(data.Benchmark("files", names, split, split), "B0-C3")
+    with pytest.raises(
+        DataError, match=r"4.jpg \(task 2, training\).*cannot be read.*[Tt]runcated"
+    ):
+        data.check_data(tasks)
+    loader = data.load_batches(
+        split, data.make_transform(False, 16), 9, where="task 3, training", workers=0
+    )
+    with pytest.raises(DataError, match=r"4.jpg \(task 3, training\)"):
+        list(loader)
+    for name in ("4.jpg", "6.jpg"):
+        gradient_image().save(tmp_path / name)
+    assert data.check_data(tasks) == 9
+
+
+# ---------------------------------------------------------------------------------------------
+# Data: the published data sets, in miniature
+
+
+def make_voc(folder, trainval=6, test=4):
+    """VOC's layout: image i of a split holds class i, and person unless it is "difficult"."""
+    root = folder / "VOCdevkit" / "VOC2007"
+    (root / "ImageSets" / "Main").mkdir(parents=True)
+    (root / "JPEGImages").mkdir()
+    for split, first, count in (("trainval", 0, trainval), ("test", 100, test)):
+        for i in range(first, first + count):
+            image = gradient_image()
+            (image.convert("L") if i == 2 else image).save(root / "JPEGImages" / f"{i:06d}.jpg")
+        for column, name in enumerate(data.VOC_CLASSES):
+            lines = []
+            for i in range(count):
+                flag = 1 if column == i else -1
+                if name == "person":
+                    flag = 1 - i % 2  # 0: difficult
+                lines.append(f"{first + i:06d} {flag:2d}")
+            (root / "ImageSets" / "Main" / f"{name}_{split}.txt").write_text(
+                "\n".join(lines) + "\n"
+            )
+    return root
+
+
+def test_voc_is_read_as_published(tmp_path):
+    root = make_voc(tmp_path / "a folder with spaces")
+    for place in (root.parent.parent, root.parent, root):
+        voc = data.load_voc(place)
+        assert voc.classes == tuple(sorted(voc.classes)) and len(voc.classes) == 20
+        assert (len(voc.train), len(voc.test)) == (6, 4) and voc.multi_label
+    person = voc.classes.index("person")
+    assert voc.train.labels[:, person].tolist() == [True, False] * 3  # difficult is absent
+    assert torch.equal(voc.train.labels[:, :6], torch.eye(6).bool())
+    assert voc.train.images[3] == root / "JPEGImages" / "000003.jpg"
+    told = "\n".join(voc.notes)
+    assert "6 training and 4 test images are here, 5,011 training and 4,952 test" in told
+    assert "no training image of car, cat" in told
+    assert data.open_image(voc.train.images[2]).mode == "RGB"
+
+
+def voc_fault(name, text):
+    def spoil(root):
+        path = root / "ImageSets" / "Main" / name
+        path.write_text(path.read_text() + text) if text is not None else path.unlink()
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    "fault, reason",
+    (
+        (voc_fault("cat_test.txt", None), r"cat_test.txt cannot be read"),
+        (voc_fault("cat_trainval.txt", "000001 -1\n"), r"line 7, lists image 000001 again.*line 2"),
+        (
+            voc_fault("dog_trainval.txt", "000777 1\n"),
+            r"dog_trainval.txt, line 7, labels image 000777",
+        ),
+        (voc_fault("dog_trainval.txt", "000777\n"), r'line 7, says "000777"'),
+        (voc_fault("dog_trainval.txt", "000777 2\n"), "1, 0 or -1"),
+    ),
+)
+def test_voc_traps(tmp_path, fault, reason):
+    fault(make_voc(tmp_path))
+    with pytest.raises(DataError, match=reason):
+        data.load_voc(tmp_path)
+
+
+def test_voc_unknown_class_is_told_and_not_used(tmp_path):
+    root = make_voc(tmp_path)
+    (root / "ImageSets" / "Main" / "dragon_trainval.txt").write_text("000001 1\n")
+    voc = data.load_voc(tmp_path)
+    assert any("dragon" in note for note in voc.notes) and len(voc.classes) == 20
+
+
+def make_coco(folder, edit=lambda content: None, images=4):
+    """COCO's layout with three categories, out of order; the last image has no annotation."""
+    for part in ("train2014", "val2014"):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+        (folder / "annotations").mkdir(exist_ok=True)
+        names = [f"COCO_{part}_{i:012d}.jpg" for i in range(images)]
+        for name in names:
+            gradient_image().save(folder / part / name)
+        content = {
+            "categories": [
+                {"id": 7, "name": "zebra"}, {"id": 2, "name": "apple"}, {"id": 44, "name": "kite"},
+            ],
+            "images": [{"id": 10 + i, "file_name": name} for i, name in enumerate(names)],
+            "annotations": [
+                {"id": 1, "image_id": 10, "category_id": 7},
+                {"id": 2, "image_id": 10, "category_id": 2},
+                {"id": 3, "image_id": 11, "category_id": 44},
+                {"id": 4, "image_id": 11, "category_id": 44},
+                {"id": 5, "image_id": 12, "category_id": 2},
+            ],
+        }  # fmt: skip
+        edit(content)
+        path = folder / "annotations" / f"instances_{part}.json"
+        path.write_text(json.dumps(content))
+    return folder
+
+
+def test_coco_is_read_as_published(tmp_path):
+    make_coco(tmp_path / "my coco")
+    coco = data.load_coco(tmp_path / "my coco")
+    assert coco.classes == ("apple", "kite", "zebra")
+    assert coco.train.labels.int().tolist() == [[1, 0, 1], [0, 1, 0], [1, 0, 0]]  # no empty image
+    assert [p.name[-5] for p in coco.test.images] == ["0", "1", "2"]
+    assert "82,081" in coco.notes[0]
+    tasks = data.make_tasks(coco, "B0-C1")
+    assert [len(t.train) for t in tasks] == [2, 1, 1] and [len(t.test) for t in tasks] == [2, 3, 3]
+
+
+COCO_TRAPS = {
+    "unknown image": (
+        lambda c: c["annotations"].append({"id": 9, "image_id": 99, "category_id": 2}),
+        "annotation 9 is for image 99",
+    ),
+    "unknown category": (
+        lambda c: c["annotations"].append({"id": 9, "image_id": 10, "category_id": 3}),
+        "annotation 9 is for category 3",
+    ),
+    "missing file": (
+        lambda c: c["images"][1].update(file_name="lost.jpg"),
+        r"labels lost.jpg, which is not in .*train2014",
+    ),
+    "image twice": (lambda c: c["images"].append(dict(c["images"][0])), "an image id twice"),
+    "category twice": (lambda c: c["categories"].append({"id": 8, "name": "kite"}), "twice"),
+    "no annotations": (lambda c: c.pop("annotations"), "not a COCO instances file"),
+    "other content": (lambda c: c.update(images=[3]), "not a COCO instances file"),
+}
+
+
+@pytest.mark.parametrize("trap", COCO_TRAPS)
+def test_coco_traps(tmp_path, trap):
+    edit, reason = COCO_TRAPS[trap]
+    make_coco(tmp_path, edit)
+    with pytest.raises(DataError, match=reason):
+        data.load_coco(tmp_path)
+
+
+def test_coco_without_images_or_with_broken_json(tmp_path):
+    make_coco(tmp_path)
+    (tmp_path / "annotations" / "instances_val2014.json").write_text('{"images": [')
+    with pytest.raises(DataError, match=r"instances_val2014.json is not a COCO instances file"):
+        data.load_coco(tmp_path)
+    shutil.rmtree(tmp_path / "train2014")
+    with pytest.raises(DataError, match=r"the images in .*train2014 are not"):
+        data.load_coco(tmp_path)
+
+
+def make_cifar(folder, per_class=3, classes=("wolf", "apple", "bear", "crab")):
+    root = folder / "cifar-100-python"
+    root.mkdir(parents=True)
+    random = np.random.default_rng(0)
+    for part in ("train", "test"):
+        labels = [i % len(classes) for i in range(per_class * len(classes))]
+        content = {
+            "fine_labels": labels,
+            "data": random.integers(0, 256, (len(labels), 3072), np.uint8),
+        }
+        (root / part).write_bytes(pickle.dumps(content))
+    (root / "meta").write_bytes(pickle.dumps({"fine_label_names": list(classes)}))
+    return root
+
+
+def test_cifar_is_read_as_published(tmp_path):
+    root = make_cifar(tmp_path)
+    cifar = data.load_cifar100(tmp_path)
+    assert cifar.classes == ("apple", "bear", "crab", "wolf") and not cifar.multi_label
+    assert cifar.train.images.shape == (12, 3, 32, 32) and cifar.train.images.dtype == torch.uint8
+    assert cifar.train.labels[:4].int().argmax(1).tolist() == [3, 0, 1, 2]
+    assert (cifar.train.labels.sum(1) == 1).all()
+    assert [t.classes for t in data.make_tasks(cifar, "2-tasks")] == [
+        ("apple", "bear"),
+        ("crab", "wolf"),
+    ]
+    assert data.load_cifar100(root).classes == cifar.classes
+
+
+def test_cifar_pickles_cannot_run_code(tmp_path, monkeypatch):
+    monkeypatch.setenv("BOMB", str(tmp_path / "exploded"))
+    root = make_cifar(tmp_path)
+    (root / "train").write_bytes(pickle.dumps({"data": Bomb()}))
+    with pytest.raises(DataError, match=r"train is not a part of CIFAR-100.*system"):
+        data.load_cifar100(tmp_path)
+    assert not (tmp_path / "exploded").exists()
+    for spoiled in (b"", b"noise", pickle.dumps([1, 2]), pickle.dumps({"data": 3})):
+        (root / "train").write_bytes(spoiled)
+        with pytest.raises(DataError, match="CIFAR-100"):
+            data.load_cifar100(tmp_path)
+
+
+def test_imagenet_r_split_is_made_once_and_written_down(tmp_path):
+    for wnid in ("n00000002", "n00000001", "n00000003"):
+        (tmp_path / "imagenet-r" / wnid).mkdir(parents=True)
+        for i in range(10):
+            gradient_image(8, 8).save(tmp_path / "imagenet-r" / wnid / f"art_{i}.jpg")
+    (tmp_path / "imagenet-r" / "README.txt").write_text("not a class")
+    first = data.load_imagenet_r(tmp_path, seed=1)
+    assert first.classes == ("n00000001", "n00000002", "n00000003") and not first.multi_label
+    assert first.train.labels.sum(0).tolist() == [8, 8, 8]
+    assert first.test.labels.sum(0).tolist() == [2, 2, 2]
+    assert not set(first.train.images) & set(first.test.images)
+    record = tmp_path / "imagenet-r-split-1.json"
+    assert len(json.loads(record.read_text())["test"]) == 6
+    again = data.load_imagenet_r(tmp_path, seed=1)
+    assert again.train.images == first.train.images
+    assert data.load_imagenet_r(tmp_path, seed=2).train.images != first.train.images
+    kept = record.read_text()
+    record.unlink()
+    data.load_imagenet_r(tmp_path, seed=1)
+    assert record.read_text() == kept
+    record.write_text(kept.replace("art_", "lost_"))
+    with pytest.raises(DataError, match="lost_.*remove one"):
+        data.load_imagenet_r(tmp_path, seed=1)
+    record.write_text("{")
+    with pytest.raises(DataError, match="is not a split"):
+        data.load_imagenet_r(tmp_path, seed=1)
+
+
+# ---------------------------------------------------------------------------------------------
+# Data: downloads, tried on file:// addresses
+
+
+def make_archives(tmp_path, monkeypatch, spoil=lambda path: None):
+    """VOC's two archives in miniature, behind two addresses of which the first is down."""
+    root, store = make_voc(tmp_path / "source"), tmp_path / "server"
+    store.mkdir()
+    archives = []
+    for archive in data.VOC_ARCHIVES:
+        split = "test" if "test" in archive.name else "trainval"
+        with tarfile.open(store / archive.name, "w") as file:
+            for path in sorted(root.rglob("*.*")):
+                if split in path.name or (
+                    path.suffix == ".jpg" and path.stem.startswith("0001") == (split == "test")
+                ):
+                    file.add(path, path.relative_to(tmp_path / "source"))
+        content = (store / archive.name).read_bytes()
+        urls = tuple((folder / archive.name).as_uri() for folder in (tmp_path / "down", store))
+        md5 = hashlib.md5(content).hexdigest()
+        archives.append(archive._replace(size=len(content), md5=md5, urls=urls))
+        spoil(store / archive.name)
+    monkeypatch.setattr(data, "VOC_ARCHIVES", tuple(archives))
+    return store, archives
+
+
+def test_voc_is_downloaded_checked_and_unpacked(tmp_path, monkeypatch):
+    store, _ = make_archives(tmp_path, monkeypatch)
+    voc = data.load_voc(tmp_path / "data")
+    assert (len(voc.train), len(voc.test)) == (6, 4)
+    shutil.rmtree(store)
+    assert len(data.load_voc(tmp_path / "data").train) == 6  # found, nothing is fetched again
+    shutil.rmtree(tmp_path / "data" / "VOCdevkit")
+    assert len(data.load_voc(tmp_path / "data").train) == 6  # unpacked from the kept archives
+    assert not list((tmp_path / "data").glob(".*")) and not list((tmp_path / "data").glob("*.part"))
+
+
+def test_a_half_unpacked_archive_does_not_count(tmp_path, monkeypatch):
+    _, archives = make_archives(tmp_path, monkeypatch)
+    extract, done = tarfile.TarFile.extract, []
+
+    def killed(self, member, *args, **options):
+        if len(done) == 9:
+            raise KeyboardInterrupt
+        done.append(member)
+        return extract(self, member, *args, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(tarfile.TarFile, "extract", killed)
+        data.load_voc(tmp_path / "data")
+    assert (tmp_path / "data" / "VOCdevkit").exists()
+    assert len(data.load_voc(tmp_path / "data").test) == 4
+    assert len(archives) == 2
+
+
+@pytest.mark.parametrize(
+    "spoil, reason",
+    (
+        (lambda path: path.write_bytes(path.read_bytes()[:-100]), "bytes instead of"),
+        (lambda path: path.write_bytes(b"x" + path.read_bytes()[1:]), "has MD5"),
+        (lambda path: path.unlink(), "No such file"),
+    ),
+)
+def test_failed_downloads_say_what_is_needed(tmp_path, monkeypatch, spoil, reason):
+    _, archives = make_archives(tmp_path, monkeypatch, spoil)
+    with pytest.raises(DataError, match=reason) as told:
+        data.load_voc(tmp_path / "data")
+    for archive in archives:
+        for part in (archive.name, f"{archive.size:,} bytes", archive.md5, str(tmp_path / "data")):
+            assert part in str(told.value)
+    assert "Kaggle" in str(told.value)
+    assert list((tmp_path / "data").iterdir()) == []  # nothing half is left
+
+
+def test_a_half_downloaded_file_does_not_count(tmp_path, monkeypatch):
+    store, archives = make_archives(tmp_path, monkeypatch)
+    (tmp_path / "data").mkdir()
+    name = archives[0].name
+    (tmp_path / "data" / name).write_bytes((store / name).read_bytes()[:1000])
+    (tmp_path / "data" / (name + ".part")).write_bytes(b"of an earlier try")
+    assert len(data.load_voc(tmp_path / "data").train) == 6
+
+
+def test_archives_cannot_write_outside_their_folder(tmp_path):
+    with tarfile.open(tmp_path / "bad.tar", "w") as file:
+        (tmp_path / "x").write_text("x")
+        file.add(tmp_path / "x", "../escaped")
+    (tmp_path / "inside").mkdir()
+    with pytest.raises(tarfile.TarError):
+        data.unpack(tmp_path / "bad.tar", tmp_path / "inside")
+    assert not (tmp_path / "escaped").exists()
+
+
+# ---------------------------------------------------------------------------------------------
+# Data: glyphs
+
+
+def test_glyphs_are_drawn_by_their_seed(tmp_path):
+    images, labels = data.draw_glyphs(300, seed=1)
+    assert images.shape == (300, 3, 64, 64) and images.dtype == torch.uint8
+    assert labels.shape == (300, 20) and labels.dtype == torch.bool
+    number = labels.sum(1)
+    assert number.min() == 1 and number.max() == 4
+    again = data.draw_glyphs(300, seed=1)
+    assert torch.equal(images, again[0]) and torch.equal(labels, again[1])
+    assert not torch.equal(images, data.draw_glyphs(300, seed=2)[0])
+    assert images.float().std((1, 2, 3)).min() > 5
+
+
+def test_glyphs_are_kept_and_a_spoiled_copy_is_drawn_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "GLYPH_TRAIN", 200)
+    monkeypatch.setattr(data, "GLYPH_TEST", 50)
+    first = data.load_glyphs(tmp_path / "new folder")
+    (kept,) = (tmp_path / "new folder").iterdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "draw_glyphs", None)  # not called: it is read
+        again = data.load_glyphs(tmp_path / "new folder")
+    kept.write_bytes(kept.read_bytes()[:1000])
+    anew = data.load_glyphs(tmp_path / "new folder")
+    for other in (again, anew):
+        assert torch.equal(other.train.images, first.train.images)
+        assert torch.equal(other.test.labels, first.test.labels)
+    assert not torch.equal(first.train.images[:50], first.test.images)
+    (tmp_path / "file").write_text("")
+    told = data.load_glyphs(tmp_path / "file" / "below")  # a place where nothing can be written
+    assert (
+        torch.equal(told.train.images, first.train.images) and "cannot be written" in told.notes[0]
+    )
+
+
+def test_glyphs_have_a_long_tail_and_five_tasks(tmp_path):
+    glyphs = data.load_glyphs(tmp_path)
+    assert (len(glyphs.train), len(glyphs.test), len(glyphs.classes)) == (4000, 1000, 20)
+    assert glyphs.classes == tuple(sorted(glyphs.classes))
+    counts = glyphs.train.labels.sum(0)
+    assert counts.max() > 5 * counts.median() > 5 * counts.min() >= 100
+    assert [len(t.classes) for t in data.make_tasks(glyphs, "B0-C4")] == [4] * 5
+    other = data.draw_glyphs(1000, seed=99)[1].sum(0)
+    assert np.corrcoef(counts, other)[0, 1] > 0.98  # the same tail for every seed
+
+
+def test_no_pretraining_symbol_is_a_benchmark_class():
+    symbols, classes = data.pretraining_symbols(), list(data.GLYPHS.values())
+    assert len(symbols) > 200 and len(set(symbols)) == len(symbols)
+    assert not set(symbols) & set(classes)
+    masks, class_masks = data.symbol_masks(symbols), data.symbol_masks(classes)
+    assert data.likeness(masks, class_masks).max() < 0.66  # no look-alike at any angle
+    assert (data.likeness(class_masks, class_masks).diagonal() > 0.99).all()  # it would be seen
+    forbidden = ("STAR", "HEART", "SCISSORS", "UMBRELLA", "TELEPHONE", "MOON", "SNOWFLAKE")
+    names = [unicodedata.name(symbol).split() for symbol in symbols]
+    assert not any(word in name for name in names for word in forbidden)
+
+
+def test_pretraining_runs_from_nothing(tmp_path):
+    score = data.pretrain_glyph_vit(tmp_path / "vit.safetensors", images=256)
+    assert 0 < score < 50
+    vit = data.build_glyph_vit(tmp_path / "vit.safetensors")
+    assert vit(torch.rand(1, 3, 64, 64)).shape == (1, 128)
+    assert (tmp_path / "vit.safetensors").stat().st_size < 3e6
+
+
+def test_the_shipped_vit_knows_shapes_it_never_saw():
+    """A linear probe on its frozen [CLS] sees benchmark classes that no chance would."""
+    assert data.GLYPH_WEIGHTS.stat().st_size <= 3e6
+    vit = data.build_glyph_vit()
+    assert sum(p.numel() for p in vit.parameters()) < 1.05e6
+    images, labels = data.draw_glyphs(600, seed=5)
+    with torch.no_grad():
+        features = vit.forward_features((images / 255 - 0.5) / 0.25)[:, 0].double()
+    features = torch.cat([features, torch.ones(600, 1)], 1)
+    seen, new = features[:400], features[400:]
+    ridge = seen.T @ seen + 10 * torch.eye(features.shape[1])
+    scores = new @ torch.linalg.solve(ridge, seen.T @ labels[:400].double())
+    found = [data.average_precision(scores[:, c], labels[400:, c]) for c in range(20)]
+    assert np.nanmean(found) > 2 * float(labels[400:].float().mean())
+
+
+# ---------------------------------------------------------------------------------------------
+# Data: the command line
+
+
+def run_data(*arguments):
+    return subprocess.run(
+        [sys.executable, str(HERE / "data.py"), *map(str, arguments)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def test_data_command_line_prints_and_draws_a_split(tmp_path):
+    make_voc(tmp_path, trainval=20, test=20)
+    ran = run_data(
+        "voc", "--protocol", "B10-C2", "--data-dir", tmp_path, "--picture", tmp_path / "p.png",
+        "--check-data", "--order-seed", 1,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert "voc: 6 tasks, 20 classes, 20 training images" in ran.stdout
+    assert "note: VOC2007: 20 training" in ran.stdout and "40 image files can be read" in ran.stdout
+    with Image.open(tmp_path / "p.png") as picture:
+        assert picture.size[0] > 500
+
+
+def test_data_command_line_errors_are_one_sentence(tmp_path):
+    make_voc(tmp_path)
+    for arguments, reason in (
+        (["voc", "--protocol", "B0-C3", "--data-dir", tmp_path], "step can be"),
+        (["cats"], "no data set 'cats'"),
+        (["voc", "--pretrain", tmp_path / "x"], "glyphs --pretrain"),
+        (["voc", "--data-dir", tmp_path], "Task 3 of voc"),
+    ):
+        ran = run_data(*arguments)
+        assert ran.returncode == 2 and reason in ran.stderr, ran.stderr
+        assert ran.stderr.startswith("data.py: error: ") and ran.stderr.count("\n") == 1
