@@ -43,6 +43,9 @@ from tqdm import tqdm
 class DataError(ValueError):
     """Something is wrong with the data or with what was asked of it; the text says what."""
 
+    def __init__(self, text: str):  # a loader's worker wraps the sentence into its traceback
+        super().__init__(text.rpartition("DataError: ")[2].strip())
+
 
 # ---------------------------------------------------------------------------------------------
 # Benchmarks and tasks
@@ -174,15 +177,16 @@ def make_transform(
     mean_std: tuple[Sequence[float], Sequence[float]] | None = None,
     scale: tuple[float, float] = (0.05, 1.0),
     flip: bool = True,
+    resize: float = 8 / 7,
     timm_backbone: nn.Module | None = None,
 ) -> Callable:
     """From an RGB image to floats [3,size,size], as published, or for testing as timm does it.
 
     Published: training takes a random crop of `scale` of the area, resized, and flips it; testing
-    resizes to 8/7 of the size (256 for 224, bicubic) and takes the centre. Pixels are in [0,1]:
-    mean_std=None leaves them so, (mean, std) normalizes. With timm_backbone, testing follows that
-    backbone's own configuration in timm (its crop, interpolation, and mean and std if mean_std is
-    given).
+    resizes to 8/7 of the size (256 for 224, bicubic; `resize` says otherwise) and takes the
+    centre. Pixels are in [0,1]: mean_std=None leaves them so, (mean, std) normalizes. With
+    timm_backbone, testing follows that backbone's own configuration in timm (crop, interpolation,
+    and mean and std unless mean_std is None).
     """
     if timm_backbone is not None and not train:
         from timm.data import create_transform, resolve_model_data_config
@@ -196,8 +200,8 @@ def make_transform(
         steps += [v2.RandomHorizontalFlip()] * flip
     else:
         bicubic = v2.InterpolationMode.BICUBIC
-        resize = v2.Resize(round(size * 8 / 7), bicubic, antialias=True)
-        steps = [resize, v2.CenterCrop(size)]
+        shorter_side = v2.Resize(round(size * resize), bicubic, antialias=True)
+        steps = [shorter_side, v2.CenterCrop(size)]
     steps = [v2.ToImage(), *steps, v2.ToDtype(torch.float32, scale=True)]
     return v2.Compose(steps + ([v2.Normalize(*mean_std)] if mean_std else []))
 

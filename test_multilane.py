@@ -1340,11 +1340,13 @@ def test_unreadable_images_are_named_with_their_task(tmp_path):
         DataError, match=r"4.jpg \(task 2, training\).*cannot be read.*[Tt]runcated"
     ):
         data.check_data(tasks)
-    loader = data.load_batches(
-        split, data.make_transform(False, 16), 9, where="task 3, training", workers=0
-    )
-    with pytest.raises(DataError, match=r"4.jpg \(task 3, training\)"):
-        list(loader)
+    for workers in (0, 2):
+        loader = data.load_batches(
+            split, data.make_transform(False, 16), 9, where="task 3, training", workers=workers
+        )
+        with pytest.raises(DataError, match=r"4.jpg \(task 3, training\)") as told:
+            list(loader)
+        assert "\n" not in str(told.value)
     for name in ("4.jpg", "6.jpg"):
         gradient_image().save(tmp_path / name)
     assert data.check_data(tasks) == 9
