@@ -921,27 +921,42 @@ def build_glyph_vit(weights: Path | None = GLYPH_WEIGHTS) -> nn.Module:
     return vit.eval()
 
 
-def pretrain_glyph_vit(path: Path = GLYPH_WEIGHTS, images: int = 600_000, seed: int = 0) -> float:
-    """Make the glyphs ViT from nothing, write it to path, return its mAP on other scenes.
+def pretrain_glyph_vit(
+    path: Path = GLYPH_WEIGHTS, rounds: Sequence[int] = (600_000, 450_000), seed: int = 0
+) -> float:
+    """Make the glyphs' ViT from nothing, write it to path, return its mAP on new scenes.
+
+    rounds: how many images each round sees. A round has new heads and a learning-rate cycle of
+    its own, and starts from the weights that the one before it wrote.
+    """
+    for number, images in enumerate(rounds):
+        score = pretraining_round(path, path if number else None, images, seed + number)
+    return score
+
+
+def pretraining_round(path: Path, start: Path | None, images: int, seed: int) -> float:
+    """One round of pre-training from the weights in start (None: from nothing) to those in path.
 
     Two tasks at once: [CLS] says which symbols are in the picture, every patch says which symbol
     it is a part of. Scenes are drawn as they are needed and never seen twice.
     """
-    from safetensors.torch import save_file
+    from safetensors.torch import save
     from timm.layers import build_sincos2d_pos_embed
 
     torch.manual_seed(seed)
     generator, symbols = torch.Generator().manual_seed(seed), pretraining_symbols()
     masks, clutter, M, batch = symbol_masks(symbols), clutter_masks(), len(symbols), 128
-    vit = build_glyph_vit(None).train()
-    with torch.no_grad():  # to know where the neighbours are from the start saves much time
-        grid = vit.patch_embed.grid_size
-        vit.pos_embed[0, 1:] = 0.3 * build_sincos2d_pos_embed(grid, vit.embed_dim)
+    vit = build_glyph_vit(start).train()
+    if start is None:
+        with torch.no_grad():  # to know where the neighbours are from the start saves much time
+            grid = vit.patch_embed.grid_size
+            vit.pos_embed[0, 1:] = 0.3 * build_sincos2d_pos_embed(grid, vit.embed_dim)
     heads = nn.ModuleList([nn.Linear(vit.embed_dim, M), nn.Linear(vit.embed_dim, M + 1)])
     trained, steps = [*vit.parameters(), *heads.parameters()], max(1, images // batch)
     optimizer = torch.optim.AdamW(trained, weight_decay=0.05)
+    highest = 3e-3 if start is None else 2e-3
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, 3e-3, steps, pct_start=0.08, div_factor=20, cycle_momentum=False
+        optimizer, highest, steps, pct_start=0.08, div_factor=20, cycle_momentum=False
     )
 
     def scenes():
@@ -977,7 +992,7 @@ def pretrain_glyph_vit(path: Path = GLYPH_WEIGHTS, images: int = 600_000, seed: 
         rounds = [scenes() for _ in range(40)]
         scores = torch.cat([forward(pixels)[0] for pixels, _, _ in rounds])
     truth = torch.cat([present for _, present, _ in rounds]).bool()
-    save_file({name: p.half().contiguous() for name, p in vit.state_dict().items()}, path)
+    write_whole(path, save({name: p.half().contiguous() for name, p in vit.state_dict().items()}))
     precisions = [average_precision(scores[:, c], truth[:, c]) for c in range(M)]
     return 100 * float(np.nanmean(precisions))
 

@@ -1728,7 +1728,7 @@ def test_no_pretraining_symbol_is_a_benchmark_class():
 
 
 def test_pretraining_runs_from_nothing(tmp_path):
-    score = data.pretrain_glyph_vit(tmp_path / "vit.safetensors", images=256)
+    score = data.pretrain_glyph_vit(tmp_path / "vit.safetensors", rounds=(128, 128))
     assert 0 < score < 50
     vit = data.build_glyph_vit(tmp_path / "vit.safetensors")
     assert vit(torch.rand(1, 3, 64, 64)).shape == (1, 128)
