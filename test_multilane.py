@@ -4,13 +4,16 @@ import copy
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import pickle
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
+import time
 import unicodedata
 import warnings
 from pathlib import Path
@@ -24,6 +27,7 @@ import torch
 import torch.nn.functional as F
 import torchvision
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from timm.models.vision_transformer import ParallelThingsBlock, ResPostBlock, VisionTransformer
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -31,6 +35,7 @@ from torchvision.transforms import v2
 
 import data
 import multilane
+import train
 from data import DataError
 from multilane import LaneConfig, MultiLane
 
@@ -1786,3 +1791,681 @@ def test_data_command_line_errors_are_one_sentence(tmp_path):
         ran = run_data(*arguments)
         assert ran.returncode == 2 and reason in ran.stderr, ran.stderr
         assert ran.stderr.startswith("data.py: error: ") and ran.stderr.count("\n") == 1
+
+
+# ---------------------------------------------------------------------------------------------
+# Training: metrics, by worked examples
+
+
+def test_mean_leaves_nan_out():
+    assert train.mean([1.0, math.nan, 3.0]) == 2.0
+    assert math.isnan(train.mean([math.nan])) and math.isnan(train.mean([]))
+
+
+def test_map_over_classes_that_have_a_positive():
+    scores = torch.tensor([[0.9, 0.1, 0.5], [0.8, 0.7, 0.9], [0.7, 0.6, 0.1], [0.1, 0.2, 0.2]])
+    truth = torch.tensor([[1, 0, 0], [0, 0, 0], [1, 1, 0], [0, 0, 0]])
+    found = train.class_precisions(scores, truth)
+    # class 0: ranks 1 and 3 -> (1/1 + 2/3) / 2; class 1: rank 2 -> 1/2; class 2: no positive
+    assert found[:2] == pytest.approx([5 / 6, 1 / 2]) and math.isnan(found[2])
+    assert train.mean(found) == pytest.approx(2 / 3)
+
+
+def test_f1_by_hand():
+    truth = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 1, 0], [0, 1, 0]])
+    said = torch.tensor([[0.9, 0.1, 0.9], [0.8, 0.1, 0.0], [0.8, 0.9, 0.0], [0.1, 0.79, 0.0]])
+    cf1, of1 = train.f1_scores(said, truth, 0.8)
+    # class 0: 2 of 3 right, 2 of 2 found; class 1: 1 of 1, 1 of 3; class 2 has no positive, so it
+    # is in no mean, but its false alarm counts in the overall precision: 3 right of 5 said, of 5.
+    p, r = (2 / 3 + 1) / 2, (1 + 1 / 3) / 2
+    assert cf1 == pytest.approx(2 * p * r / (p + r)) and of1 == pytest.approx(3 / 5)
+    assert train.f1_scores(said, truth, 0.79)[1] == pytest.approx(2 * (4 / 6) * (4 / 5) / (22 / 15))
+    assert train.f1_scores(said, truth, 1.0) == (0.0, 0.0)  # nothing said
+    assert all(math.isnan(x) for x in train.f1_scores(said, 0 * truth, 0.8))
+
+
+def test_accuracy_by_hand():
+    scores = torch.tensor([[0.1, 0.9], [0.6, 0.4], [0.3, 0.2]])
+    assert train.accuracy(scores, torch.tensor([[0, 1], [0, 1], [1, 0]])) == pytest.approx(2 / 3)
+
+
+def test_forgetting_is_best_earlier_minus_last():
+    scores = [[80.0], [85.0, 60.0], [70.0, 61.0, 50.0]]
+    assert train.forgetting(scores) == [15.0, -1.0]
+    assert train.forgetting([[80.0]]) == []
+
+
+def options(**given):
+    return train.complete(given)
+
+
+def test_scores_after_a_task_are_of_seen_classes_by_task():
+    truth = torch.tensor([[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0]])
+    logits = torch.tensor([[3.0, -9, -9, 9], [1, 2, -9, -9], [2, -9, 4, -9]])
+    found = train.score_task(logits, truth, [2, 2], options(threshold=0.5))
+    assert found["by_class"] == [100.0, 100.0, 100.0, None] and found["mAP"] == 100.0
+    assert found["by_task"] == [100.0, 100.0]  # the absent class is in no mean
+    # at 0.5: classes 0, 1, 2 are said on 3, 1, 1 images, class 3 on one where it is not
+    assert found["OF1@0.5"] == pytest.approx(100 * 2 * (3 / 6) / (3 / 6 + 1))
+    assert set(found) == {"mAP", "by_class", "by_task", "CF1@0.5", "OF1@0.5", "CF1@0.8", "OF1@0.8"}
+    found = train.score_task(logits, truth, [2, 2], options(dataset="cifar100"))
+    assert found["accuracy"] == pytest.approx(200 / 3)
+    assert found["by_task"] == [50.0, 100.0] and found["by_class"] == [0.0, 100.0, 100.0, None]
+
+
+def test_learning_rate_is_a_cosine_of_whole_epochs():
+    o = options(lr=0.05, batch=128, epochs=4)
+    rates = [train.learning_rate(o, epoch) for epoch in range(4)]
+    assert rates[0] == 0.025 and rates[2] == pytest.approx(0.0125)
+    p = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.Adam([p], 0.025)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
+    for rate in rates:
+        assert schedule.get_last_lr()[0] == pytest.approx(rate)
+        optimizer.step()
+        schedule.step()
+
+
+# ---------------------------------------------------------------------------------------------
+# Training: small runs
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A folder with miniature VOC and CIFAR-100 trees of noise, and weights of a small ViT."""
+    folder = tmp_path_factory.mktemp("small")
+    random = np.random.default_rng(0)
+    for path in sorted((make_voc(folder, 20, 20) / "JPEGImages").iterdir()):
+        Image.fromarray(random.integers(0, 256, (48, 64, 3), np.uint8)).save(path)
+    make_cifar(folder, 25, ("wolf", "apple", "bear", "crab", "dog", "eel"))
+    torch.manual_seed(0)
+    vit = data.build_glyph_vit(None)
+    save_file(
+        {name: p.contiguous() for name, p in vit.state_dict().items()}, folder / "vit.safetensors"
+    )
+    torch.save(
+        {"model": {**vit.state_dict(), "head.weight": torch.zeros(3, 128)}}, folder / "vit.pth"
+    )
+    return folder
+
+
+def flags(small, dataset="voc", **more):
+    protocol = "B0-C10" if dataset == "voc" else "3-tasks"
+    given = {
+        "dataset": dataset, "protocol": protocol, "data-dir": small, "backbone": "glyph_vit",
+        "weights": small / "vit.safetensors", "epochs": 2, "batch": 8, "lr": 1.0, "selectors": 3,
+        "prompts": 2, "prompt-blocks": 2, **more,
+    }  # fmt: skip
+    words = []
+    for name, value in given.items():
+        words += (
+            [] if value is None else [f"--{name}"] if value is True else [f"--{name}", str(value)]
+        )
+    return words
+
+
+def bits(path):
+    return {name: t.numpy().tobytes() for name, t in load_file(path).items()}
+
+
+def numbers(run):
+    """All that a run came to, but for times."""
+    # (the order of a safetensors file's metadata is random: the tensors are compared)
+    found = {path.name: bits(path) for path in sorted(run.glob("lane-*"))}
+    assert found
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    results = json.loads((run / "results.json").read_text())
+    for record in [*records, results]:
+        del record["time"]
+    logits = bits(run / "logits.safetensors")
+    return {**found, "metrics": records, "results": results, "logits": logits}
+
+
+def sentence(capsys):
+    """The one line on stderr."""
+    text = capsys.readouterr().err
+    assert text.startswith("train.py: error: ") and text.count("\n") == 1, text
+    return text
+
+
+@pytest.fixture(scope="module")
+def voc_run(small):
+    """An uninterrupted run, against which others are compared."""
+    run = small / "runs" / "voc"
+    assert train.main([*flags(small), "--run", str(run)]) == 0
+    return run
+
+
+def test_a_run_leaves_everything(voc_run, small):
+    config = json.loads((voc_run / "config.json").read_text())
+    settings = config["settings"]
+    assert (settings["lr"], settings["selectors"], settings["flip"]) == (1.0, 3, True)
+    assert config["versions"]["torch"] == torch.__version__ and "revision" in config
+    records = [json.loads(line) for line in (voc_run / "metrics.jsonl").read_text().splitlines()]
+    assert [(r["task"], r.get("epoch")) for r in records] == [
+        (1, 1), (1, 2), (1, None), (2, 1), (2, 2), (2, None),
+    ]  # fmt: skip
+    results = json.loads((voc_run / "results.json").read_text())
+    assert results["mAP"] == records[-1]["mAP"] and len(results["forgetting"]) == 1
+    assert results["average_mAP"] == pytest.approx((records[2]["mAP"] + records[5]["mAP"]) / 2)
+    lanes = [load_file(path) for path in sorted(voc_run.glob("lane-*.safetensors"))]
+    assert results["trainable_parameters"] == sum(
+        t.numel() for lane in lanes for t in lane.values()
+    )
+    report = (voc_run / "report.md").read_text()
+    for name in ("scores", "classes", "forgetting", "heatmaps"):
+        assert f"({name}.png)" in report
+        with Image.open(voc_run / f"{name}.png") as picture:
+            assert min(picture.size) > 200
+    assert "only the new lane ran" in report and "Avg. mAP" in report and "The paper" not in report
+    assert f"| 2 | 20 | 20 | {results['mAP']:.2f} |" in report
+
+
+def test_the_same_seed_gives_the_same_bits_with_any_number_of_workers(voc_run, small, tmp_path):
+    assert train.main([*flags(small, workers=2), "--run", str(tmp_path / "a")]) == 0
+    assert numbers(tmp_path / "a") == numbers(voc_run)
+    assert train.main([*flags(small, seed=1), "--run", str(tmp_path / "b")]) == 0
+    assert numbers(tmp_path / "b")["lane-01.safetensors"] != numbers(voc_run)["lane-01.safetensors"]
+
+
+def test_kept_logits_are_those_of_all_lanes_on_all_images(voc_run, small):
+    o, _, model = train.open_run(voc_run, {"where": torch.device("cpu")})
+    _, tasks = train.load_tasks(o)
+    view = train.make_views(o, model.backbone)[1]
+    batches = data.load_batches(tasks[-1].test, view, 7)
+    with torch.no_grad():
+        logits = torch.cat([model(images) for images, _, _ in batches])
+    kept = load_file(voc_run / "logits.safetensors")["logits"]
+    assert logits.shape == (20, 20) and (logits - kept).abs().max() < 1e-5
+
+
+def test_eval_gives_the_same_digits(voc_run, capsys):
+    assert train.main(["--eval", str(voc_run)]) == 0
+    told = capsys.readouterr().out
+    results = json.loads((voc_run / "results.json").read_text())
+    assert f"mAP {results['mAP']:.2f}" in told and "the same digits" in told
+    assert train.main(["--eval", str(voc_run), "--threshold", "0.3"]) == 0
+    assert "CF1@0.3" in capsys.readouterr().out
+
+
+def test_eval_sees_another_number(voc_run, small, tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    for path in voc_run.iterdir():
+        if path.is_file():
+            (run / path.name).write_bytes(path.read_bytes())
+    results = json.loads((run / "results.json").read_text())
+    results["after_task"][0]["mAP"] += 1e-9
+    (run / "results.json").write_text(json.dumps(results))
+    assert train.main(["--eval", str(run)]) == 1
+    assert "after_task" in sentence(capsys)
+    (run / "results.json").unlink()
+    assert train.main(["--eval", str(run)]) == 2
+    assert "not finished" in sentence(capsys)
+
+
+def test_predict_prints_classes_and_writes_overlays(voc_run, small, capsys):
+    folder = small / "VOCdevkit" / "VOC2007" / "JPEGImages"
+    images = [str(folder / name) for name in ("000100.jpg", "000101.jpg")]
+    assert (
+        train.main(["--predict", *images, images[0], "--run", str(voc_run), "--threshold", "0.01"])
+        == 0
+    )
+    told = capsys.readouterr().out
+    assert told.count(" * ") == 60 and "aeroplane" in told  # 20 classes are above 0.01, three times
+    for name in ("000100.png", "000101.png", "000100-2.png"):
+        with Image.open(voc_run / "predictions" / name) as picture:
+            assert min(picture.size) > 150
+    kept = load_file(voc_run / "logits.safetensors")["logits"][0].sigmoid()
+    highest = data.VOC_CLASSES[int(kept.argmax())]
+    assert told.splitlines()[1].split() == [f"{kept.max():.3f}", "*", highest]
+
+
+def test_lanes_can_be_trained_on_kept_streams(small, tmp_path, capsys):
+    """One kept view is the un-augmented centre: training on it equals training on that view."""
+    assert train.main([*flags(small, **{"cache-views": 1}), "--run", str(tmp_path / "kept")]) == 0
+    told = capsys.readouterr().out
+    assert "the frozen stream of task 1 takes" in told and "without it about 2 x" in told
+    with pytest.MonkeyPatch.context() as patch:
+        both = train.make_views
+        patch.setattr(train, "make_views", lambda *args: (both(*args)[1],) * 2)
+        assert train.main([*flags(small), "--run", str(tmp_path / "fresh")]) == 0
+    kept, fresh = (load_file(tmp_path / run / "lane-02.safetensors") for run in ("kept", "fresh"))
+    for name, p in kept.items():
+        assert (p - fresh[name]).abs().max() < 2e-2  # the kept one is in half precision
+    assert not list((tmp_path / "kept").glob("*.tmp"))
+    assert train.main([*flags(small, **{"cache-views": 3}), "--run", str(tmp_path / "three")]) == 0
+    three = load_file(tmp_path / "three" / "lane-02.safetensors")
+    assert any((p - three[name]).abs().max() > 2e-2 for name, p in kept.items())
+
+
+def test_kept_streams_need_room(small, tmp_path, capsys, monkeypatch):
+    usage = train.shutil.disk_usage(tmp_path)._replace(free=10_000)
+    monkeypatch.setattr(train.shutil, "disk_usage", lambda folder: usage)
+    assert train.main([*flags(small, **{"cache-views": 1}), "--run", str(tmp_path / "run")]) == 1
+    told = sentence(capsys)
+    assert "--cache-views 0" in told and "0 MB are free" in told
+
+
+def test_single_label_end_to_end(small, tmp_path, capsys):
+    run = tmp_path / "run"
+    assert train.main([*flags(small, "cifar100"), "--run", str(run)]) == 0
+    results = json.loads((run / "results.json").read_text())
+    assert len(results["after_task"]) == 3 and 0 <= results["accuracy"] <= 100
+    logits = load_file(run / "logits.safetensors")["logits"]
+    tasks = data.make_tasks(data.load_cifar100(small), "3-tasks")
+    right = logits.argmax(1) == tasks[-1].test.labels.int().argmax(1)
+    assert results["accuracy"] == pytest.approx(100 * float(right.double().mean()))
+    first = results["after_task"][0]
+    assert first["classes"] == 2 and first["test_images"] == 50 and "mAP" not in first
+    assert train.main(["--eval", str(run)]) == 0
+    assert "accuracy" in (run / "report.md").read_text()
+
+
+@pytest.mark.parametrize("ablation", list(train.ABLATIONS))
+def test_ablations_run_and_score_again(small, tmp_path, ablation, capsys):
+    run = tmp_path / "run"
+    more = {"selectors": None} if ablation == "selectors" else {}
+    more |= {"cache-views": 1} if ablation == "pathways" else {}
+    assert train.main([*flags(small, ablate=ablation, **more), "--run", str(run)]) == 0
+    _, _, model = train.open_run(run, {"where": torch.device("cpu")})
+    for name, value in train.ABLATIONS[ablation].items():
+        assert getattr(model.config, name) == value
+    assert train.main(["--eval", str(run)]) == 0
+    assert "the same digits" in capsys.readouterr().out
+    assert (run / "heatmaps.png").exists() == (ablation != "selectors")
+    report = (run / "report.md").read_text()
+    assert ("all lanes ran" if ablation == "pathways" else "only the new lane ran") in report
+
+
+def test_one_pathway_trains_the_keys_with_and_without_kept_streams(small, tmp_path):
+    for views in (0, 1):
+        run = tmp_path / str(views)
+        more = {"ablate": "pathways", "epochs": 30, "cache-views": views}
+        assert train.main([*flags(small, **more), "--run", str(run)]) == 0
+        _, _, model = train.open_run(run, {"where": torch.device("cpu")})
+        images = torch.rand(4, 3, 64, 64)
+        _, cls = model.stream(images)
+        assert model.key_loss(cls, 0) < -0.3  # keys start at random: a cosine near 0
+
+
+def test_fresh_start_bf16_and_other_settings_reach_the_training(voc_run, small, tmp_path):
+    before = numbers(voc_run)
+    for number, more in enumerate(
+        ({"no-warm-start": True}, {"precision": "bf16"}, {"no-flip": True})
+    ):
+        run = tmp_path / str(number)
+        assert train.main([*flags(small, **more), "--run", str(run)]) == 0
+        after = numbers(run)
+        assert after["lane-02.safetensors"] != before["lane-02.safetensors"]
+        cold = "no-warm-start" in more  # it matters from the second lane on
+        assert (after["lane-01.safetensors"] == before["lane-01.safetensors"]) == cold
+
+
+def test_glyphs_end_to_end_on_a_few_scenes(small, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(data, "GLYPH_TRAIN", 120)
+    monkeypatch.setattr(data, "GLYPH_TEST", 80)
+    monkeypatch.chdir(tmp_path)
+    words = ["--weights", str(small / "vit.safetensors"), "--epochs", "1", "--data-dir", str(small)]
+    assert train.main(words) == 0
+    run = tmp_path / "runs" / "glyphs-B0-C4"
+    assert "frozen stream kept in" in capsys.readouterr().out and len(numbers(run)) == 8
+    # A scene is taken whole: neither resized nor cut.
+    o, _, model = train.open_run(run, {"where": torch.device("cpu")})
+    _, tasks = train.load_tasks(o)
+    pixels = tasks[0].test.images[0]
+    view = train.make_views(o, model.backbone)[1](pixels)
+    assert torch.allclose(view, (pixels / 255 - 0.5) / 0.25, atol=1e-6)
+    assert (train.undo_normalize(view, o, model.backbone) - pixels / 255).abs().max() < 1e-6
+
+
+def test_weights_from_pth_equal_those_from_safetensors(small):
+    a = train.build_backbone("test_vit", pretrained=False)
+    save_file(a.state_dict(), small / "test.safetensors")
+    torch.save({"model": {**a.state_dict(), "head.bias": torch.zeros(2)}}, small / "test.pth")
+    for name in ("test.safetensors", "test.pth"):
+        b = train.load_vit("test_vit", small / name)
+        assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+# ---------------------------------------------------------------------------------------------
+# Training: nothing is lost
+
+SCRIPT = """
+import os, signal, sys
+sys.path.insert(0, {here!r})
+import train
+writes, fsync, replace = 0, os.fsync, os.replace
+def count(handle=None):
+    global writes
+    writes += 1
+    if writes == {stop}:
+        if handle is not None:
+            os.ftruncate(handle, os.fstat(handle).st_size // 2)  # half written
+        os.kill(os.getpid(), signal.SIGKILL)
+os.fsync = lambda handle: (count(handle), fsync(handle))
+os.replace = lambda *names: (count(), replace(*names))
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+def start(words, stop=0):
+    script = SCRIPT.format(here=str(HERE), stop=stop)
+    return subprocess.Popen(
+        [sys.executable, "-c", script, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+
+
+def test_a_killed_run_resumes_to_the_same_bits(voc_run, small, tmp_path):
+    """Killed at chosen writes (odd: half written, even: before it gets its name) and moments."""
+    run, moments = tmp_path / "run", np.random.default_rng().uniform(0, 0.6, 3)
+    words = [*flags(small), "--run", str(run), "--resume"]
+    for stop in (1, 2, 5, 8, 7, 12):
+        process = start(words, stop)
+        _, err = process.communicate()
+        assert process.returncode == -signal.SIGKILL, err
+    for moment in moments:  # it may be done before: then a finished run is resumed
+        process = start(words)
+        while not process.stdout.readline().startswith(("voc:", "resuming", str(run))):
+            assert process.poll() is None
+        time.sleep(moment)
+        process.kill()
+        process.communicate()
+    process = start(words)
+    _, err = process.communicate()
+    assert process.returncode == 0, err
+    assert numbers(run) == numbers(voc_run), moments
+    assert not list(run.glob("*.tmp"))
+    assert (run / "report.md").exists()
+
+
+def test_resume_needs_no_other_flag_and_remembers_the_settings(
+    voc_run, small, tmp_path, capsys, monkeypatch
+):
+    run = tmp_path / "run"
+    stop_after_writes(monkeypatch, 3, KeyboardInterrupt())
+    assert train.main([*flags(small), "--run", str(run)]) == 130
+    assert f"--resume --run {run}" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert train.main(["--resume", "--run", str(run)]) == 0
+    assert "resuming after 0 tasks and 1 epochs" in capsys.readouterr().out
+    assert numbers(run) == numbers(voc_run)
+    assert train.main(["--resume", "--run", str(run)]) == 0
+    assert "finished already" in capsys.readouterr().out
+
+
+def test_ctrl_c_ends_in_a_sentence(small, tmp_path):
+    process = start([*flags(small, epochs=1000), "--run", str(tmp_path / "run")])
+    while "epoch 1/" not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate()
+    assert process.returncode == 130 and "Traceback" not in err
+    assert f"go on with: python train.py --resume --run {tmp_path / 'run'}" in out
+
+
+def stop_after_writes(monkeypatch, count, error):
+    written, write = [], data.write_whole
+
+    def write_or_stop(path, content):
+        if len(written) == count:
+            raise error
+        written.append(path)
+        write(path, content)
+
+    monkeypatch.setattr(train, "write_whole", write_or_stop)
+
+
+def test_resuming_a_kept_stream_with_several_views_gives_the_same_bits(
+    small, tmp_path, monkeypatch
+):
+    words = flags(small, **{"cache-views": 2, "epochs": 3})
+    assert train.main([*words, "--run", str(tmp_path / "whole")]) == 0
+    stop_after_writes(monkeypatch, 5, KeyboardInterrupt())
+    assert train.main([*words, "--run", str(tmp_path / "cut")]) == 130
+    monkeypatch.undo()
+    assert train.main([*words, "--run", str(tmp_path / "cut"), "--resume"]) == 0
+    assert numbers(tmp_path / "cut") == numbers(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("writes", [0, 4, 8, 14])
+def test_a_full_disk_is_a_sentence_and_the_run_can_go_on(
+    voc_run, small, tmp_path, writes, capsys, monkeypatch
+):
+    run = tmp_path / "run"
+    stop_after_writes(monkeypatch, writes, OSError(28, "No space left on device", "x"))
+    assert train.main([*flags(small), "--run", str(run)]) == 1
+    told = sentence(capsys)
+    assert "No space left on device" in told and f"--resume --run {run}" in told
+    monkeypatch.undo()
+    assert train.main([*flags(small), "--run", str(run), "--resume"]) == 0
+    assert numbers(run) == numbers(voc_run)
+
+
+def test_a_nan_loss_is_a_sentence_and_finished_lanes_stay(
+    voc_run, small, tmp_path, capsys, monkeypatch
+):
+    run, loss = tmp_path / "run", train.lane_loss
+
+    def broken(run, model, lane, batch, o):
+        return loss(run, model, lane, batch, o) * (math.nan if lane == 1 else 1)
+
+    monkeypatch.setattr(train, "lane_loss", broken)
+    assert train.main([*flags(small), "--run", str(run)]) == 1
+    told = sentence(capsys)
+    assert "loss of task 2 is nan after epoch 1" in told and "--lr" in told
+    lane = "lane-01.safetensors"
+    assert bits(run / lane) == bits(voc_run / lane)
+    monkeypatch.undo()
+    assert train.main([*flags(small), "--run", str(run), "--resume"]) == 0
+    assert numbers(run) == numbers(voc_run)
+
+
+def test_folders_that_cannot_be_used(voc_run, small, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert train.main([*flags(small), "--run", str(tmp_path / "file" / "run")]) == 1
+    assert "Not a directory" in sentence(capsys)
+    assert train.main([*flags(small), "--run", str(tmp_path)]) == 2
+    assert "is no run's folder, it holds file" in sentence(capsys)
+    assert train.main([*flags(small), "--run", str(voc_run)]) == 2
+    assert "score it with --eval" in sentence(capsys)
+    for resume in ([], ["--resume"]):
+        words = flags(small, epochs=3, selectors=4)
+        assert train.main([*words, "--run", str(voc_run), *resume]) == 2
+        told = sentence(capsys)
+        assert "--epochs (there 2, here 3), --selectors (there 3, here 4)" in told
+    assert train.main([*flags(small, "cifar100"), "--run", str(voc_run), "--resume"]) == 2
+    assert "--dataset (there voc, here cifar100)" in sentence(capsys)
+
+
+def test_two_trainings_are_kept_out_of_one_folder(small, tmp_path, capsys):
+    with train.held(tmp_path / "run"):
+        assert train.main([*flags(small), "--run", str(tmp_path / "run")]) == 1
+    assert "another training is at work" in sentence(capsys)
+
+
+def test_other_weights_or_data_are_not_resumed(small, tmp_path, capsys, monkeypatch):
+    run = tmp_path / "run"
+    stop_after_writes(monkeypatch, 4, KeyboardInterrupt())
+    assert train.main([*flags(small, "cifar100"), "--run", str(run)]) == 130
+    monkeypatch.undo()
+    torch.manual_seed(1)
+    vit = data.build_glyph_vit(None)
+    save_file({n: p.contiguous() for n, p in vit.state_dict().items()}, tmp_path / "w.safetensors")
+    make_cifar(tmp_path / "other", 8, ("wolf", "apple", "bear", "crab", "dog", "eel"))
+    capsys.readouterr()
+    for name, value, reason in (
+        ("--weights", tmp_path / "w.safetensors", "other backbone weights"),
+        ("--data-dir", tmp_path / "other", "other data"),
+    ):
+        assert train.main(["--resume", "--run", str(run), name, str(value)]) == 2
+        assert reason in sentence(capsys)
+
+
+# ---------------------------------------------------------------------------------------------
+# Training: several processes
+
+
+def run_many(count, words):
+    ran = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+         str(count), str(HERE / "train.py"), *words],
+        capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+@pytest.mark.parametrize("dataset, views", [("voc", 0), ("cifar100", 2)])
+def test_two_processes_agree_with_one(small, tmp_path, dataset, views, capsys, monkeypatch):
+    """15 images in batches of 7: a tail of one, of which a process has none; 150 tests in 64s."""
+    words = flags(small, dataset, batch=7, lr=0.05, **{"cache-views": views})
+    run_many(2, [*words, "--run-dir", str(tmp_path / "two")])
+    assert train.main([*words, "--run", str(tmp_path / "one")]) == 0
+    # A run that one process began is resumed by two.
+    stop_after_writes(monkeypatch, 10, KeyboardInterrupt())
+    assert train.main([*words, "--run", str(tmp_path / "both")]) == 130
+    monkeypatch.undo()
+    assert "resuming after 1 tasks" in run_many(
+        2, ["--resume", "--run-dir", str(tmp_path / "both")]
+    )
+    one = numbers(tmp_path / "one")
+    for other in ("two", "both"):
+        for a, b in zip(one["metrics"], numbers(tmp_path / other)["metrics"], strict=True):
+            assert a.keys() == b.keys()
+            assert a.get("loss", 0) == pytest.approx(b.get("loss", 0), rel=1e-4)
+        for path in sorted((tmp_path / "one").glob("lane-*")):
+            lane = load_file(tmp_path / other / path.name)
+            for key, p in load_file(path).items():
+                assert (p - lane[key]).abs().max() < 1e-3
+    # The same lanes score the same digits, on one process or on two.
+    capsys.readouterr()
+    assert train.main(["--eval", str(tmp_path / "two")]) == 0
+    assert "the same digits" in capsys.readouterr().out
+    if dataset == "cifar100":
+        assert "the same digits" in run_many(2, ["--eval", str(tmp_path / "one")])
+
+
+# ---------------------------------------------------------------------------------------------
+# Training: the command line
+
+
+def test_help_shows_the_defaults_of_the_data_set(capsys):
+    for dataset, words in (
+        (
+            "voc",
+            [
+                "augreg_in21k_ft_in1k",
+                "--epochs EPOCHS for each task ",
+                "(default: 30)",
+                "B0-C4",
+                "(default: 256)",
+            ],
+        ),
+        ("coco", ["(default: 0.03)", "(default: 128)", "B0-C10"]),
+        ("imagenet-r", ["(default: 12)", "(default: 1024)", "10-tasks"]),
+        ("glyphs", ["glyph_vit", "(default: 64)"]),
+    ):
+        with pytest.raises(SystemExit) as end:
+            train.main(["--dataset", dataset, "--help"])
+        told = " ".join(capsys.readouterr().out.split())
+        assert end.value.code == 0 and "forgetting" in told
+        for word in words:
+            assert word in told
+
+
+def test_every_preset_field_has_a_flag_and_the_published_values():
+    known = {action.dest for action in train.make_parser("voc")._actions}
+    for preset in train.PRESETS.values():
+        assert preset.keys() <= known and preset.keys() == train.PRESETS["voc"].keys()
+    assert train.COMMON.keys() <= known
+    voc, coco = train.PRESETS["voc"], train.PRESETS["coco"]
+    assert (voc["epochs"], voc["batch"], voc["lr"], voc["selectors"]) == (30, 256, 0.05, 10)
+    assert (coco["epochs"], coco["batch"], coco["lr"], coco["prompts"]) == (30, 128, 0.03, 20)
+    assert train.PRESETS.keys() == data.PROTOCOLS.keys()
+
+
+def test_the_papers_line_is_drawn_only_in_the_papers_setting():
+    assert train.is_published(options(dataset="voc", protocol="B10-C2", seed=3), [])
+    assert not train.is_published(options(dataset="voc"), ["VOC2007: 20 training images are here"])
+    assert not train.is_published(options(dataset="glyphs"), [])
+    for other in ({"epochs": 29}, {"ablate": "norm"}, {"backbone": "x"}, {"weights": Path("x")}):
+        assert not train.is_published(options(dataset="voc", **other), [])
+
+
+def test_dry_run_goes_through_everything_and_leaves_nothing(small, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train.tempfile, "tempdir", str(tmp_path))
+    words = flags(small, epochs=None)
+    assert train.main([*words, "--dry-run"]) == 0
+    told = capsys.readouterr().out
+    for word in ("scores mean nothing", "after task 2", "report:", "the same digits", ".png"):
+        assert word in told
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "words, reason",
+    [
+        ("--dataset cats", "invalid choice: 'cats'"),
+        ("--protocol B-4", "--protocol B-4 is none"),
+        ("--protocol B0-C3", "20 classes do not divide"),
+        ("--epochs 0", "0 is below 1"),
+        ("--epochs x", "invalid whole_number value: 'x'"),
+        ("--lr -1", "-1 is not above 0"),
+        ("--threshold 2", "2 is not above 0 and up to 1"),
+        ("--frobnicate", "--frobnicate"),
+        ("--ablate everything", "invalid choice"),
+        ("--device warp", "--device warp cannot be used"),
+        ("--weights nowhere.pth", "nowhere.pth: there is no such file"),
+        ("--weights {small}/vit.pth --backbone test_vit", "is not for test_vit (Error"),
+        (
+            "--weights {small}/cifar-100-python/meta --backbone test_vit",
+            "is not for test_vit (Weights only",
+        ),
+        ("--weights {small}/part.pth --backbone test_vit", "is not for test_vit: it lacks"),
+        ("--weights {small}/vit.safetensors --prompt-blocks 6", "only 5 blocks"),
+        ("--backbone no_such_vit --weights {small}/vit.pth", "no_such_vit"),
+        ("--backbone resnet18 --weights {small}/empty.pth", "resnet18"),
+        ("--cache-dir x --cache-views 0", "--cache-dir does nothing without --cache-views"),
+        ("--crop-scale 0.2", "--crop-scale does nothing with --cache-views 1"),
+        ("--ablate selectors --selectors 3", "--selectors does nothing"),
+        ("--prompts 0 --prompt-blocks 2", "--prompt-blocks does nothing with --prompts 0"),
+        ("--prompt-blocks 0 --prompts 3", "--prompts does nothing"),
+        ("--dataset cifar100 --threshold 0.5", "--threshold does nothing with cifar100"),
+        ("--dry-run --resume", "--dry-run does not go with --resume"),
+        ("--dry-run --run x", "--run does nothing with --dry-run"),
+        ("--eval x --epochs 3", "--epochs does nothing with --eval"),
+        ("--eval x", "x is no run's folder"),
+        ("--predict {small}/vit.pth", "--predict needs --run"),
+        ("--predict {small}/vit.pth --run {voc}", "vit.pth (--predict) cannot be read"),
+        ("--predict {small}/none.jpg --run {voc}", "none.jpg (--predict) cannot be read"),
+        ("--predict a.jpg --run {voc} --seed 3", "--seed does nothing with --predict"),
+        ("--dataset voc --data-dir {small} --protocol B0-C7", "do not divide"),
+    ],
+)
+def test_bad_usage_is_one_sentence_and_exit_code_2(
+    words, reason, small, voc_run, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"cls_token": torch.zeros(1, 1, 64)}, small / "part.pth")
+    torch.save({}, small / "empty.pth")
+    words = words.format(small=small, voc=voc_run).split()
+    if "--weights" not in words and not {"--eval", "--predict"} & set(words):
+        words += ["--weights", str(small / "vit.safetensors")]
+        words += ["--backbone", "glyph_vit"] if "voc" in words else []
+    assert train.main(words) == 2
+    assert reason in sentence(capsys)
+
+
+def test_an_unreadable_image_is_one_sentence_with_workers_too(small, tmp_path, capsys):
+    root = make_voc(tmp_path, 20, 20)
+    (root / "JPEGImages" / "000003.jpg").write_text("no image")
+    for workers in (0, 2):
+        run = tmp_path / str(workers)
+        words = flags(small, workers=workers, **{"data-dir": tmp_path})
+        assert train.main([*words, "--run", str(run)]) == 2
+        told = sentence(capsys)
+        assert told.startswith("train.py: error: ") and "000003.jpg (task 1, training)" in told

@@ -1,0 +1,1439 @@
+"""The paper's experiments from the command line: train, resume, score, ablate, predict, report.
+
+    python train.py                                 glyphs: from nothing to a report, in minutes
+    python train.py --dataset voc                   VOC2007 B0-C4 as published
+    python train.py --resume --run runs/voc-B0-C4   go on where a run was stopped
+    python train.py --eval runs/voc-B0-C4           score its lanes again
+    python train.py --predict a.jpg --run runs/voc-B0-C4
+    torchrun --nproc-per-node 2 train.py ...        the same run, shared by two processes
+
+The file reads from top to bottom: presets, metrics, processes, backbone and views, the kept frozen
+stream, training one lane, scoring it, the run's folder, the whole run, the report, the commands.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import io
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import timm
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torchvision
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
+from tqdm import tqdm
+
+import data
+from data import Benchmark, DataError, Split, Task, average_precision, item_seed, write_whole
+from multilane import LaneConfig, MultiLane, build_backbone
+
+try:
+    import fcntl
+except ImportError:  # not on Windows: there nobody keeps two trainings out of one folder
+    fcntl = None
+
+
+# The options of a command: flags over presets; `where` is the device, `folder` the run's folder.
+Options = argparse.Namespace
+
+
+class UsageError(ValueError):
+    """What was asked cannot be done; the text says why. Exit code 2."""
+
+
+class RunError(RuntimeError):
+    """A run cannot go on; the text says why and how to go on. Exit code 1."""
+
+
+# ---------------------------------------------------------------------------------------------
+# 1. Presets: the published settings, and glyphs
+
+VIT_B = "vit_base_patch16_224.augreg_in21k_ft_in1k"  # the bare name now means other weights
+PUBLISHED = {
+    "backbone": VIT_B,
+    "normalize": False,  # pixels stay in [0,1], although timm's own config says 0.5/0.5
+    "crop_scale": 0.05,
+    "flip": True,
+    "cache_views": 0,
+}
+PRESETS: dict[str, dict[str, Any]] = {
+    "voc": {
+        **PUBLISHED, "epochs": 30, "batch": 256, "lr": 0.05,
+        "selectors": 10, "prompts": 10, "prompt_blocks": 5,
+    },
+    "coco": {
+        **PUBLISHED, "epochs": 30, "batch": 128, "lr": 0.03,
+        "selectors": 20, "prompts": 20, "prompt_blocks": 5,
+    },
+    "cifar100": {
+        **PUBLISHED, "epochs": 50, "batch": 1024, "lr": 0.01,
+        "selectors": 20, "prompts": 20, "prompt_blocks": 5,
+    },
+    "imagenet-r": {
+        **PUBLISHED, "epochs": 50, "batch": 1024, "lr": 0.01,
+        "selectors": 20, "prompts": 20, "prompt_blocks": 12,
+    },
+    "glyphs": {
+        "backbone": "glyph_vit",  # made for this benchmark, see data.py
+        "normalize": True,
+        "crop_scale": 0.5,  # a smaller crop would lose whole symbols, and keep their labels
+        "flip": False,  # a mirrored symbol is another one
+        "cache_views": 1,
+        "epochs": 20, "batch": 64, "lr": 0.4,
+        "selectors": 10, "prompts": 10, "prompt_blocks": 5,
+    },
+}  # fmt: skip
+PAPER = {  # Avg. mAP and final mAP; with one label an image, final accuracy
+    ("voc", "B0-C4"): (93.5, 88.8),
+    ("voc", "B10-C2"): (93.1, 88.3),
+    ("coco", "B0-C10"): (79.1, 74.5),
+    ("coco", "B40-C10"): (78.8, 76.6),
+    ("cifar100", "10-tasks"): (None, 84.84),
+    ("imagenet-r", "10-tasks"): (None, 73.69),
+}
+SINGLE_LABEL = ("cifar100", "imagenet-r")
+ABLATIONS = {  # of the paper: each takes one idea away
+    "norm": {"pre_head_norm": False},
+    "pathways": {"pathways": False},
+    "drop-replace": {"drop_replace": False},
+    "selectors": {"token_merging": True},
+}
+COMMON = {  # the same for every data set
+    "weights": None, "warm_start": True, "ablate": None, "precision": "fp32", "compile": False,
+    "seed": 0, "order_seed": None, "threshold": 0.8, "data_dir": Path("data"), "device": "auto",
+    "workers": 0, "cache_dir": None,
+}  # fmt: skip
+# What may change from a run to its continuation: it says where things are, not what they are.
+PLACES = ("weights", "data_dir", "cache_dir", "workers", "device")
+TEST_BATCH = 64  # the same on every machine: a score must not depend on how it was batched
+
+METRICS = """\
+All scores are in percent. After task t they are taken on the test images that hold at least one \
+class seen so far, over the classes seen so far.
+AP of a class: mean of the precision at the ranks of its positives.
+mAP: mean AP of the seen classes; a class without a positive never enters a mean.
+Avg. mAP, average accuracy: mean of the score after each task.
+CF1: 2 P R / (P + R) of the mean precision P and the mean recall R of the classes, where \
+sigmoid(logit) >= threshold says that a class is there; one that is never said has precision 0.
+OF1: the same of the precision and the recall counted over all classes together.
+accuracy (images with one label): share of the images whose highest logit is their class.
+score on a task: mAP over its classes, or accuracy on its images.
+forgetting of a task: its best score before the last task minus its score at the end. Lanes never \
+change, yet it need not be 0: later test sets have more images and more classes.
+trainable parameters: selectors, prompts, heads (and keys) of all lanes; the ViT has none.
+""".splitlines()  # a definition each; --help and the report print them
+
+
+# ---------------------------------------------------------------------------------------------
+# 2. Metrics
+
+
+def mean(values: Iterable[float]) -> float:
+    """The mean of what is not NaN; NaN if nothing is left."""
+    values = [v for v in values if not math.isnan(v)]
+    return sum(values) / len(values) if values else math.nan
+
+
+def class_precisions(scores: Tensor, truth: Tensor) -> list[float]:
+    """Average precision of every class, from scores and truth [n,C]; NaN without a positive."""
+    return [average_precision(s, t) for s, t in zip(scores.T, truth.T, strict=True)]
+
+
+def f1_scores(probabilities: Tensor, truth: Tensor, threshold: float) -> tuple[float, float]:
+    """CF1 and OF1 of probabilities and truth [n,C]; NaN if there is no positive at all."""
+    said, truth = probabilities >= threshold, truth.bool()
+    right, said, real = (said & truth).sum(0), said.sum(0), truth.sum(0)  # [C]
+    present = real > 0
+    if not present.any():
+        return math.nan, math.nan
+
+    def f1(precision: Tensor, recall: Tensor) -> float:
+        return float(2 * precision * recall / (precision + recall).clamp_min(1e-12))
+
+    by_class = (right / said.clamp_min(1))[present].mean(), (right / real)[present].mean()
+    return f1(*by_class), f1(right.sum() / said.sum().clamp_min(1), right.sum() / real.sum())
+
+
+def accuracy(scores: Tensor, truth: Tensor) -> float:
+    """Share of the images whose highest score is their class, scores and truth [n,C]."""
+    return float((scores.argmax(1) == truth.int().argmax(1)).double().mean())
+
+
+def forgetting(task_scores: Sequence[Sequence[float]]) -> list[float]:
+    """Best earlier score minus the last one, of every task but the last.
+
+    task_scores[t][i]: the score on task i after task t, for i <= t.
+    """
+    last = task_scores[-1]
+    earlier = [[row[i] for row in task_scores[i:-1]] for i in range(len(last) - 1)]
+    return [max(before) - last[i] for i, before in enumerate(earlier)]
+
+
+def score_task(logits: Tensor, truth: Tensor, sizes: Sequence[int], o: Options) -> dict:
+    """All scores after a task: logits and truth [n,C] of the seen classes, C = sum(sizes)."""
+    owner = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))  # [C]
+    own = [owner == i for i in range(len(sizes))]
+    if o.dataset in SINGLE_LABEL:
+        held = [truth[:, columns].any(1) for columns in own]
+        by_class = [accuracy(logits[t], truth[t]) if t.any() else math.nan for t in truth.T.bool()]
+        tasks = [accuracy(logits[r], truth[r]) if r.any() else math.nan for r in held]
+        scores = {"accuracy": accuracy(logits, truth)}
+    else:
+        by_class = class_precisions(logits, truth)
+        tasks = [mean([by_class[c] for c in columns.nonzero()[:, 0]]) for columns in own]
+        scores = {"mAP": mean(by_class)}
+        for threshold in sorted({0.8, o.threshold}):
+            names = f"CF1@{threshold:g}", f"OF1@{threshold:g}"
+            scores |= zip(names, f1_scores(logits.sigmoid(), truth, threshold), strict=True)
+    return percent(scores | {"by_task": tasks, "by_class": by_class})
+
+
+def percent(x: Any) -> Any:
+    """Shares as percent, NaN as None, so that JSON can hold them."""
+    if isinstance(x, dict):
+        return {name: percent(value) for name, value in x.items()}
+    if isinstance(x, list):
+        return [percent(value) for value in x]
+    return None if math.isnan(x) else 100 * x
+
+
+def number(x: float | None) -> float:
+    """The way back: None is NaN."""
+    return math.nan if x is None else x
+
+
+def main_scores(scores: dict) -> list[str]:
+    """The names of what is one number: mAP, CF1 and OF1, or accuracy."""
+    return [name for name in scores if name.startswith(("mAP", "CF1", "OF1", "accuracy"))]
+
+
+# ---------------------------------------------------------------------------------------------
+# 3. Processes: one, or many under torchrun
+#
+# A lane has few parameters, so their gradients are simply added up over the processes: no wrapper
+# is needed, and it is exact for batches of any size.
+
+
+def start_processes(device: str) -> torch.device:
+    """The device of this process; under torchrun also joins the others."""
+    try:
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        chosen = torch.device(device)
+        if chosen.type == "cuda" and chosen.index is None:
+            chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.zeros(1, device=chosen)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"--device {device} cannot be used here ({reason})") from None
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        backend = "nccl" if chosen.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(hours=12))  # a download may take long
+    return chosen
+
+
+def rank_and_world() -> tuple[int, int]:
+    """The number of this process, and how many there are."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def is_first() -> bool:
+    """Whether this is the process that writes and talks."""
+    return rank_and_world()[0] == 0
+
+
+def say(text: Any) -> None:
+    """A line on stdout, from the first process, without spoiling a progress bar."""
+    if is_first():
+        tqdm.write(str(text))
+        sys.stdout.flush()
+
+
+def share(thing: Any) -> Any:
+    """What the first process has, for all of them."""
+    box = [thing]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box, 0)
+    return box[0]
+
+
+def add_up(tensors: Sequence[Tensor]) -> None:
+    """Replace tensors by their sums over all processes."""
+    if dist.is_initialized():
+        flat = torch.cat([t.flatten() for t in tensors])
+        dist.all_reduce(flat)
+        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+# ---------------------------------------------------------------------------------------------
+# 4. Backbone, lanes, data and views
+
+
+def load_vit(name: str, weights: Path | None) -> nn.Module:
+    """The backbone: of the glyphs, or of timm with timm's weights or those of a local file."""
+    if name == "glyph_vit":
+        return data.build_glyph_vit(weights or data.GLYPH_WEIGHTS)
+    vit = build_backbone(name, pretrained=weights is None)
+    if weights is not None:
+        try:
+            if weights.suffix == ".safetensors":
+                found = load_file(weights)
+            else:  # weights_only: nothing in the file can run code
+                found = torch.load(weights, map_location="cpu", weights_only=True)
+            found = found.get("model", found.get("state_dict", found))
+            missing, extra = vit.load_state_dict(found, strict=False)
+        except Exception as error:  # noqa: BLE001, a file that is no checkpoint may raise anything
+            reason = " ".join(str(error).split())[:200]
+            raise UsageError(f"--weights {weights} is not for {name} ({reason})") from None
+        # The classifier of the pre-training is not used, so the file may have or lack it.
+        if wrong := [key for key in (*missing, *extra) if not key.startswith("head")]:
+            kind = "lacks" if wrong[0] in missing else "has, beyond what is needed,"
+            raise UsageError(f"--weights {weights} is not for {name}: it {kind} {wrong[0]}")
+    return vit
+
+
+def build_model(o: Options) -> MultiLane:
+    """The frozen ViT without lanes yet."""
+    config = LaneConfig(
+        o.selectors, o.prompts, o.prompt_blocks, **ABLATIONS[o.ablate] if o.ablate else {}
+    )
+    try:
+        return MultiLane(load_vit(o.backbone, o.weights), config).to(o.where)
+    except (ValueError, OSError, SafetensorError) as error:
+        raise UsageError(str(error)) from None
+
+
+def load_tasks(o: Options) -> tuple[Benchmark, list[Task]]:
+    """The data set, cut into tasks; with --dry-run a few images of the first two."""
+    later = int(os.environ.get("LOCAL_RANK", "0")) > 0  # one process of a machine downloads
+    if dist.is_initialized() and later:
+        dist.barrier()
+    benchmark = data.load_benchmark(o.dataset, o.data_dir, o.seed)
+    if dist.is_initialized() and not later:
+        dist.barrier()
+    if not o.dry_run:
+        return benchmark, data.make_tasks(benchmark, o.protocol, o.order_seed)
+    few = []
+    for split, count in ((benchmark.train, 4), (benchmark.test, 2)):  # images of every class
+        rows = (split.labels & (split.labels.cumsum(0) <= count)).any(1)
+        few.append(split.take(rows, range(len(benchmark.classes))))
+    benchmark = replace(benchmark, train=few[0], test=few[1])
+    return benchmark, data.make_tasks(benchmark, o.protocol, o.order_seed)[:2]
+
+
+def data_digest(benchmark: Benchmark) -> str:
+    """SHA-256 of the class names, the labels, and the pixels or file names."""
+    digest = hashlib.sha256("\n".join(benchmark.classes).encode())
+    for split in (benchmark.train, benchmark.test):
+        digest.update(split.labels.numpy())
+        if isinstance(split.images, Tensor):
+            digest.update(split.images.numpy())
+        else:
+            digest.update("\n".join(path.name for path in split.images).encode())
+    return digest.hexdigest()
+
+
+def make_views(o: Options, vit: nn.Module) -> tuple[Callable, Callable]:
+    """The transforms of training and of testing."""
+    size, known = vit.patch_embed.img_size[0], vit.pretrained_cfg
+    mean_std = (known["mean"], known["std"]) if o.normalize else None
+    train = data.make_transform(True, size, mean_std, (o.crop_scale, 1.0), o.flip)
+    resize = 1.0 if o.dataset == "glyphs" else 8 / 7  # of a scene nothing is cut off
+    return train, data.make_transform(False, size, mean_std, resize=resize)
+
+
+def autocast(o: Options) -> torch.autocast:
+    return torch.autocast(o.where.type, torch.bfloat16, enabled=o.precision == "bf16")
+
+
+# ---------------------------------------------------------------------------------------------
+# 5. The kept frozen stream: with K fixed views the ViT runs K times an image, not once an epoch
+
+
+class Kept(NamedTuple):
+    """The frozen stream of this process's training images: image i of process i % world."""
+
+    g: np.memmap  # float16 [K,n,L,N,D]
+    cls: Tensor  # [K,n,D]
+    seconds: float  # that it took to make
+
+
+def keep_stream(model: MultiLane, task: Task, views: Sequence[Callable], o: Options) -> Kept:
+    """Run the frozen ViT over a task's views once and keep what lanes read of it, on disk.
+
+    The file has no name: the system removes it with the process, however that ends.
+    """
+    (rank, world), vit, started = rank_and_world(), model.backbone, time.perf_counter()
+    mine = len(range(rank, len(task.train), world))
+    tokens = vit.patch_embed.num_patches + vit.num_prefix_tokens
+    shape = (o.cache_views, mine, len(vit.blocks), tokens, vit.embed_dim)  # [K,n,L,N,D]
+    folder, here = o.cache_dir or o.folder, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    size, room = 2 * math.prod(shape) * here, shutil.disk_usage(folder).free
+    announce = f"the frozen stream of task {task.index + 1} takes {size / 1e6:,.0f} MB in {folder}"
+    if size > room:
+        raise RunError(
+            f"{announce}, where {room / 1e6:,.0f} MB are free: make room, give another "
+            "--cache-dir, or train with --cache-views 0 in another --run"
+        )
+    say(f"    {announce}")
+    file, cls = tempfile.TemporaryFile(dir=folder), []  # noqa: SIM115, it lives with g
+    # One view is the centre as in testing; several are drawn like the views of an epoch each.
+    transform = views[1] if o.cache_views == 1 else views[0]
+    options = {"seed": item_seed(o.seed, task.index), "workers": o.workers, "rank": rank}
+    options |= {"world": world, "where": f"task {task.index + 1}, training"}
+    with progress("frozen stream", o.cache_views * mine) as bar:
+        for view in range(o.cache_views):
+            batches = (task.train, transform, TEST_BATCH * world)
+            for images, _, _ in data.load_batches(*batches, epoch=view, **options):
+                with autocast(o):
+                    g, frozen = model.stream(images.to(o.where))  # [L,B,N,D], [B,D]
+                file.write(g.transpose(0, 1).half().cpu().contiguous().numpy())
+                cls.append(frozen.float().cpu())
+                bar.update(len(images))
+    file.flush()
+    g = np.memmap(file, np.float16, "r", shape=shape) if mine else np.zeros(shape, np.float16)
+    cls = torch.cat(cls) if cls else torch.zeros(0, vit.embed_dim)
+    return Kept(g, cls.view(*shape[:2], -1), time.perf_counter() - started)
+
+
+def kept_batches(kept: Kept, task: Task, o: Options, epoch: int) -> Iterator:
+    """One epoch from the kept stream: g [L,b,N,D], cls [b,D], labels [b,C]; None for no image."""
+    rank, world = rank_and_world()
+    generator = torch.Generator().manual_seed(item_seed(item_seed(o.seed, task.index), epoch))
+    order = torch.randperm(len(task.train), generator=generator)  # as load_batches shuffles
+    view = torch.randint(o.cache_views, (len(task.train),), generator=generator)
+    for rows in order.split(o.batch):
+        rows = rows[rows % world == rank]
+        here = view[rows], rows // world
+        g = torch.from_numpy(kept.g[tuple(i.numpy() for i in here)])  # [b,L,N,D]
+        batch = g.transpose(0, 1), kept.cls[here], task.train.labels[rows].float()
+        yield batch if len(rows) else None
+
+
+# ---------------------------------------------------------------------------------------------
+# 6. The state of a run: one file is the truth, written whole or not at all
+
+
+@dataclass
+class State:
+    """How far a run is. Lanes of earlier tasks are finished, and in their own files."""
+
+    task: int = 0  # in work
+    epoch: int = 0  # finished epochs of it
+    records: list[dict] = field(default_factory=list)  # the lines of metrics.jsonl so far
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # the lane in work, Adam's moments
+
+
+def write_state(folder: Path, state: State) -> None:
+    """state.safetensors, then metrics.jsonl, which only repeats what the state says."""
+    if is_first():
+        info = {"task": state.task, "epoch": state.epoch, "records": state.records}
+        info = {name: json.dumps(value) for name, value in info.items()}
+        write_whole(folder / "state.safetensors", save(state.tensors, info))
+        lines = [json.dumps(record) + "\n" for record in state.records]
+        write_whole(folder / "metrics.jsonl", "".join(lines).encode())
+
+
+def read_state(folder: Path) -> State:
+    """The state as last written; a new one if there is none."""
+    path = folder / "state.safetensors"
+    if not path.exists():
+        return State()
+    try:
+        with safe_open(path, framework="pt") as file:
+            info = {name: json.loads(text) for name, text in file.metadata().items()}
+            names = file.keys()
+            return State(**info, tensors={name: file.get_tensor(name) for name in names})
+    except (SafetensorError, ValueError, TypeError, AttributeError) as error:
+        raise RunError(f"{path} is spoiled ({error}): restore it, or remove the run") from None
+
+
+def snapshot(model: MultiLane, lane: int, optimizer: torch.optim.Adam) -> dict[str, Tensor]:
+    """Copies of a lane's parameters and of Adam's moments."""
+    tensors = {f"lane.{name}": p for name, p in model.lanes[lane].state_dict().items()}
+    for index, moments in optimizer.state_dict()["state"].items():
+        tensors |= {f"adam.{index}.{name}": t for name, t in moments.items()}
+    return {name: t.detach().cpu().clone() for name, t in tensors.items()}
+
+
+def restore(
+    model: MultiLane, lane: int, optimizer: torch.optim.Adam, tensors: dict[str, Tensor]
+) -> None:
+    """The way back."""
+    parts = [(*name.split(".", 1), t) for name, t in tensors.items()]
+    model.lanes[lane].load_state_dict({name: t for kind, name, t in parts if kind == "lane"})
+    moments: dict[int, dict[str, Tensor]] = {}
+    for kind, name, tensor in parts:
+        if kind == "adam":
+            index, name = name.split(".")
+            moments.setdefault(int(index), {})[name] = tensor
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": moments, "param_groups": groups})
+
+
+# ---------------------------------------------------------------------------------------------
+# 7. Training one lane
+
+
+def fresh_batches(task: Task, transform: Callable, o: Options, epoch: int) -> Iterator:
+    """One epoch from the images: images [b,3,h,w], None, labels [b,C]; None for no image."""
+    rank, world = rank_and_world()
+    seed, where = item_seed(o.seed, task.index), f"task {task.index + 1}, training"
+    options = {"seed": seed, "epoch": epoch, "rank": rank, "world": world, "where": where}
+    for images, labels, _ in data.load_batches(
+        task.train, transform, o.batch, shuffle=True, workers=o.workers, **options
+    ):
+        yield images, None, labels
+    if rank >= (len(task.train) - 1) % o.batch + 1:  # the last batch has no share for this process
+        yield None
+
+
+def lane_logits(model: MultiLane, lane: int, inputs: Tensor, cls: Tensor | None):
+    """Logits of a lane [b,C] and frozen [CLS] [b,D], from a kept stream (with cls) or images."""
+    if cls is not None:
+        return model.forward_stream(inputs, cls, lane=lane), cls
+    if model.config.pathways:
+        return model(inputs, lane=lane), None  # without the [CLS], half of the last block is saved
+    return model(inputs, lane=lane, return_cls=True)
+
+
+def lane_loss(run: Callable, model: MultiLane, lane: int, batch: tuple, o: Options) -> Tensor:
+    """The sum of the images' losses; run is `lane_logits`, compiled or not."""
+    inputs, cls, labels = (None if t is None else t.to(o.where, non_blocking=True) for t in batch)
+    with autocast(o):
+        logits, cls = run(model, lane, inputs, cls)
+    logits = logits.float()
+    if o.dataset in SINGLE_LABEL:
+        loss = F.cross_entropy(logits, labels.argmax(1), reduction="sum")
+    else:
+        loss = F.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(1).sum()
+    if not model.config.pathways:
+        loss = loss + len(labels) * model.key_loss(cls.float(), lane)
+    return loss
+
+
+def train_epoch(
+    run: Callable, model: MultiLane, lane: int, optimizer, batches: Iterator, images: int, o, bar
+) -> float:
+    """One epoch over the global batches of all processes; returns the mean loss.
+
+    Every process adds its images' losses and divides by the size of the global batch, so the sum
+    of the processes' gradients is the gradient of one process, whatever each one's share is.
+    """
+    parameters, total = model.lane_parameters(lane), torch.zeros((), device=o.where)
+    for start in range(0, images, o.batch):
+        size, batch = min(o.batch, images - start), next(batches)
+        optimizer.zero_grad(set_to_none=False)
+        if batch is not None:
+            loss = lane_loss(run, model, lane, batch, o)
+            (loss / size).backward()
+            total += loss.detach()
+        for p in parameters:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        add_up([p.grad for p in parameters])
+        optimizer.step()
+        bar.update(size)
+    add_up([total])
+    return float(total) / images
+
+
+def learning_rate(o: Options, epoch: int) -> float:
+    """Cosine over the task's epochs, from lr * batch / 256 towards 0."""
+    return o.lr * o.batch / 256 * (1 + math.cos(math.pi * epoch / o.epochs)) / 2
+
+
+def unkept_seconds(
+    model: MultiLane, lane: int, task: Task, transform: Callable, o: Options
+) -> float:
+    """How long an epoch without the kept stream would take, from at most two batches."""
+    small = Options(**vars(o) | {"batch": min(o.batch, TEST_BATCH)})
+    batches, times = fresh_batches(task, transform, small, 0), []
+    for _ in range(2):  # the first one warms up
+        started, batch = time.perf_counter(), next(batches, None)
+        if batch is not None:
+            lane_loss(lane_logits, model, lane, batch, o).backward()
+            if o.where.type == "cuda":
+                torch.cuda.synchronize()
+            times.append((time.perf_counter() - started) / len(batch[-1]))
+    model.zero_grad()
+    return times[-1] * len(task.train) / rank_and_world()[1] if times else math.nan
+
+
+def train_lane(model: MultiLane, task: Task, state: State, o: Options) -> None:
+    """Train the lane of a task from where its state is, and write the state after every epoch."""
+    lane, images, views = task.index, len(task.train), make_views(o, model.backbone)
+    run, kept, times = lane_logits, None, {}
+    if o.compile:
+        torch.compiler.reset()  # every lane is compiled anew, and PyTorch gives up after a few
+        run = torch.compile(lane_logits)
+    optimizer = torch.optim.Adam(model.lane_parameters(lane), betas=(0.9, 0.999))
+    if state.tensors:
+        restore(model, lane, optimizer, state.tensors)
+    if o.cache_views and state.epoch < o.epochs:
+        times["unkept_epoch"] = unkept_seconds(model, lane, task, views[0], o)
+        kept = keep_stream(model, task, views, o)
+        times["keeping"] = kept.seconds
+    with progress(f"task {lane + 1}", o.epochs * images, state.epoch * images) as bar:
+        for epoch in range(state.epoch, o.epochs):
+            started, lr = time.perf_counter(), learning_rate(o, epoch)
+            optimizer.param_groups[0]["lr"] = lr
+            if kept:
+                batches = kept_batches(kept, task, o, epoch)
+            else:
+                batches = fresh_batches(task, views[0], o, epoch)
+            loss = train_epoch(run, model, lane, optimizer, batches, images, o, bar)
+            finite = all(p.isfinite().all() for p in model.lane_parameters(lane))
+            if not (finite and math.isfinite(loss)):
+                raise RunError(
+                    f"the loss of task {lane + 1} is {loss} after epoch {epoch + 1}, or its lane "
+                    f"is not finite: nothing of this epoch is kept, {lane} finished lanes stay in "
+                    f"{o.folder}; try a lower --lr in another --run"
+                )
+            seconds = time.perf_counter() - started
+            times |= {"seconds": seconds, "images_per_second": images / seconds}
+            record = {"task": lane + 1, "epoch": epoch + 1, "loss": loss, "lr": lr, "time": times}
+            state.records.append(record)
+            state.epoch, state.tensors, times = epoch + 1, snapshot(model, lane, optimizer), {}
+            write_state(o.folder, state)
+            told = f"epoch {epoch + 1}/{o.epochs}, loss {loss:.4f}"
+            bar.set_postfix_str(told)
+            if bar.disable:
+                say(f"    {told}, {images / seconds:,.0f} images/s")
+
+
+def progress(name: str, total: int, done: int = 0) -> tqdm:
+    """A bar with images/s and the time left, if somebody watches."""
+    silent = not (is_first() and sys.stderr.isatty())
+    return tqdm(desc=name, total=total, initial=done, unit=" images", disable=silent)
+
+
+# ---------------------------------------------------------------------------------------------
+# 8. Scoring
+
+
+@torch.no_grad()
+def test_logits(model: MultiLane, split: Split, lanes: Sequence[int | None], o: Options) -> Tensor:
+    """The logits of some lanes on a split [n,C], for all processes; lane None is all as one.
+
+    Whole batches go to the processes in turn, and lanes run one by one over the frozen stream: so
+    every number is computed in the same way, whoever computes it and whatever else is asked for.
+    """
+    rank, world = rank_and_world()
+    rows = torch.arange(len(split))
+    mine = rows[rows // TEST_BATCH % world == rank]
+    widths = [len(model.classes) if t is None else len(model.lanes[t].classes) for t in lanes]
+    logits = torch.zeros(len(split), sum(widths), device=o.where)
+    part, view = split.take(mine, range(split.labels.shape[1])), make_views(o, model.backbone)[1]
+    batches = data.load_batches(part, view, TEST_BATCH, workers=o.workers, where="test")
+    with progress("testing", len(mine)) as bar:
+        for images, _, index in batches:
+            with autocast(o):
+                g, cls = model.stream(images.to(o.where))  # [L,B,N,D], [B,D]
+                parts = [model.forward_stream(g, cls, lane=t).float() for t in lanes]
+            logits[mine[index].to(o.where)] = torch.cat(parts, 1)  # [B,C]
+            bar.update(len(images))
+    add_up([logits])
+    return logits.cpu()
+
+
+def score(logits: Tensor, task: Task, tasks: Sequence[Task], o: Options) -> dict:
+    """The scores after a task, from the logits [n,C] on all test images of the run."""
+    rows = torch.searchsorted(tasks[-1].test_rows, task.test_rows)
+    widths = [len(t.classes) for t in tasks[: task.index + 1]]
+    found = score_task(logits[rows][:, : len(task.seen)], task.test.labels, widths, o)
+    found["by_class"] = dict(zip(task.seen, found["by_class"], strict=True))
+    sizes = {"task": task.index + 1, "classes": len(task.seen), "test_images": len(rows)}
+    return sizes | found
+
+
+def final_results(after: list[dict], model: MultiLane, o: Options) -> dict:
+    """What a run comes to, from the scores after each task."""
+    lost = forgetting([[number(x) for x in scores["by_task"]] for scores in after])
+    return {
+        **{name: after[-1][name] for name in main_scores(after[-1])},
+        f"average_{metric(o)}": mean(number(scores[metric(o)]) for scores in after),
+        "forgetting": [None if math.isnan(x) else x for x in lost],
+        "trainable_parameters": sum(p.numel() for p in model.lanes.parameters()),
+        "after_task": after,
+    }
+
+
+def metric(o: Options) -> str:
+    """The name of the main score."""
+    return "accuracy" if o.dataset in SINGLE_LABEL else "mAP"
+
+
+# ---------------------------------------------------------------------------------------------
+# 9. A run and its folder
+#
+#     config.json           everything needed to repeat the run
+#     metrics.jsonl         a line an epoch, a line a task; what depends on the clock is in "time"
+#     lane-01.safetensors   a finished lane
+#     logits.safetensors    what the finished lanes say of the test images
+#     state.safetensors     the lane in work
+#     results.json          the scores; report.md and its plots: the same to be read
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Make the folder, and keep every other training out of it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as lock:
+        if fcntl is not None:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RunError(f"another training is at work in {folder}: wait for it") from None
+        for part in folder.glob("*.tmp"):  # what a killed process was writing
+            part.unlink()
+        yield
+
+
+def read_config(folder: Path) -> dict | None:
+    """What config.json says; None for a folder that is not there or empty."""
+    path = folder / "config.json"
+    if not path.exists():
+        if folder.is_dir() and (
+            found := [p.name for p in folder.iterdir() if p.name != ".lock" and p.suffix != ".tmp"]
+        ):
+            raise UsageError(
+                f"{folder} is no run's folder, it holds {min(found)}: give another --run"
+            )
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} is spoiled ({error}): restore it, or remove the run") from None
+
+
+def make_config(o: Options, model: MultiLane, benchmark: Benchmark) -> dict:
+    """Everything needed to repeat a run."""
+    git = ["git", "-C", str(Path(__file__).resolve().parent)]
+    git += ["describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        revision = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        revision = "unknown"
+    modules = {"torch": torch, "torchvision": torchvision, "timm": timm, "numpy": np}
+    names = ["dataset", "protocol", *PRESETS[o.dataset], *COMMON]
+    places = {name: getattr(o, name) for name in PLACES if name != "device"}
+    return {
+        "settings": {name: getattr(o, name) for name in names if name not in PLACES},
+        "places": {n: str(p.resolve()) if isinstance(p, Path) else p for n, p in places.items()},
+        "backbone_fingerprint": model.fingerprint(),
+        "data_digest": data_digest(benchmark),
+        "command": shlex.join(["python", *sys.argv]),
+        "revision": revision,
+        "versions": {"python": platform.python_version()}
+        | {name: module.__version__ for name, module in modules.items()},
+        "machine": {
+            "system": platform.platform(),
+            "device": torch.cuda.get_device_name() if o.where.type == "cuda" else str(o.where),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "processes": rank_and_world()[1],
+        },
+        "notes": list(benchmark.notes),
+    }
+
+
+def settle(explicit: dict, folder: Path) -> tuple[Options, dict | None]:
+    """The options of a training: of the folder's run if there is one, else presets and flags."""
+    saved = share(read_config(folder) if is_first() else None)
+    if saved is None:
+        return complete(explicit), None
+    resume = "resume" in explicit
+    asked = explicit if resume else vars(complete(explicit))
+    differing = [
+        f"{flag(name)} (there {value}, here {asked[name]})"
+        for name, value in saved["settings"].items()
+        if name in asked and asked[name] != value
+    ]
+    if differing:
+        raise UsageError(
+            f"{folder} is a run of another configuration, it differs in {', '.join(differing)}: "
+            "give another --run"
+        )
+    if not resume:
+        go_on = "score it with --eval" if (folder / "report.md").exists() else "go on with --resume"
+        raise UsageError(f"{folder} is a run already: {go_on}, or give another --run")
+    return from_config(saved, explicit), saved
+
+
+def from_config(saved: dict, explicit: dict) -> Options:
+    """The options that a run was made with; where things are may be said anew."""
+    places = {n: Path(p) if isinstance(p, str) else p for n, p in saved["places"].items()}
+    return complete({**saved["settings"], **places, **explicit})
+
+
+def check_same(saved: dict, model: MultiLane, benchmark: Benchmark, folder: Path) -> None:
+    """Refuse to go on with other weights or data than a run began with."""
+    if saved["backbone_fingerprint"] != model.fingerprint():
+        raise UsageError(f"{folder} was made over other backbone weights: give those as --weights")
+    if saved["data_digest"] != data_digest(benchmark):
+        raise UsageError(f"{folder} was made of other data: give the same --data-dir")
+
+
+def train(explicit: dict, folder: Path) -> None:
+    """A whole run: every task's lane, its scores, the report."""
+    o, saved = settle(explicit, folder)
+    check_settings(o, explicit)
+    if share(saved and is_first() and (folder / "report.md").exists()):
+        say(f"{folder} is finished already: see {folder / 'report.md'}")
+        return
+    o.folder, model = folder, build_model(o)
+    benchmark, tasks = load_tasks(o)
+    if saved:
+        check_same(saved, model, benchmark, folder)
+    config = saved or make_config(o, model, benchmark)
+    if "check_data" in explicit and is_first():
+        say(f"{data.check_data(tasks):,} image files can be read")
+    # Nothing has been written so far: bad usage leaves no folder behind.
+    with held(folder) if is_first() else contextlib.nullcontext():
+        if is_first() and not saved:
+            if read_config(folder):
+                raise RunError(f"another training has begun in {folder} meanwhile")
+            write_whole(folder / "config.json", json.dumps(config, indent=2).encode())
+        say(data.describe(benchmark, tasks))
+        state = run_tasks(model, tasks, o)
+        if is_first():
+            after = [record for record in state.records if "epoch" not in record]
+            after = [{k: v for k, v in record.items() if k != "time"} for record in after]
+            times = [record["time"] for record in state.records]
+            results = final_results(after, model, o)
+            results["time"] = {"seconds": sum(t["seconds"] + t.get("keeping", 0) for t in times)}
+            write_whole(folder / "results.json", json.dumps(results, indent=2).encode())
+            write_report(model, tasks, results, config, state.records, o)
+            say(f"report: {folder / 'report.md'}")
+
+
+def run_tasks(model: MultiLane, tasks: Sequence[Task], o: Options) -> State:
+    """Train and score the lanes, from wherever the folder's state is."""
+    state = share(read_state(o.folder) if is_first() else None)
+    files = [o.folder / f"lane-{task.index + 1:02d}.safetensors" for task in tasks]
+    kept_logits, test = o.folder / "logits.safetensors", tasks[-1].test
+    logits = torch.zeros(len(test), 0)  # [n,C] of finished lanes; the first process needs them
+    if state.records:
+        say(f"resuming after {state.task} tasks and {state.epoch} epochs")
+    if state.records and is_first():
+        write_state(o.folder, state)  # it may have been stopped between the two files of this
+        if state.task:
+            # It may have been stopped after it had scored the lane in work: that is done again.
+            logits = load_file(kept_logits)["logits"][:, : len(tasks[state.task - 1].seen)]
+        model.load_lanes(files[: state.task])
+    for task in tasks[len(model.lanes) : state.task]:  # the other processes get what the first read
+        model.add_lane(task.classes)
+    for p in model.lanes.parameters() if dist.is_initialized() else ():
+        dist.broadcast(p.data, 0)
+    for task in tasks[state.task :]:
+        names = ", ".join(task.classes)
+        say(f"task {task.index + 1}/{len(tasks)}: {len(task.train):,} training images of {names}")
+        torch.manual_seed(item_seed(o.seed, task.index))
+        lane = model.add_lane(task.classes, o.warm_start)
+        train_lane(model, task, state, o)
+        started = time.perf_counter()
+        if model.config.pathways:
+            logits = torch.cat([logits, test_logits(model, test, [lane], o)], 1)
+        else:  # the new lane's key may win images from the old lanes: all is computed anew
+            logits = test_logits(model, test, [None], o)
+        if is_first():
+            scores = score(logits, task, tasks, o)
+            write_whole(kept_logits, save({"logits": logits}))
+            model.save_lane(lane, files[lane])
+            tell_scores(scores)
+            tell_saving([r["time"] for r in state.records if r["task"] == lane + 1])
+            state.records.append(scores | {"time": {"seconds": time.perf_counter() - started}})
+        state.task, state.epoch, state.tensors = lane + 1, 0, {}
+        write_state(o.folder, state)
+    return state
+
+
+def tell_scores(scores: dict) -> None:
+    words = "  ".join(f"{name} {cell(scores[name])}" for name in main_scores(scores))
+    say(f"    after task {scores['task']}, {scores['classes']} classes seen: {words}")
+
+
+def tell_saving(times: Sequence[dict]) -> None:
+    """What the kept stream saved in a task, as far as it was measured."""
+    keeping = sum(t.get("keeping", 0) for t in times)
+    if keeping:
+        E, spent = len(times), sum(t["seconds"] for t in times)
+        epoch = mean(t.get("unkept_epoch", math.nan) for t in times)
+        say(
+            f"    frozen stream kept in {keeping:.1f} s, {E} epochs in {spent:.1f} s; "
+            f"without it about {E} x {epoch:.1f} = {E * epoch:.1f} s"
+        )
+
+
+# ---------------------------------------------------------------------------------------------
+# 10. The report
+
+
+def is_published(o: Options, notes: Sequence[str]) -> bool:
+    """Whether a run is one of the paper's: then its numbers can be set beside the paper's."""
+    published = {**PRESETS[o.dataset], **COMMON}
+    free = ("seed", "threshold", "data_dir", "device", "workers", "cache_dir", "compile")
+    same = all(getattr(o, name) == value for name, value in published.items() if name not in free)
+    return same and not notes and not o.dry_run and (o.dataset, o.protocol) in PAPER
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=110)
+    write_whole(path, picture.getvalue())
+
+
+def draw_scores(results: dict, published: bool, o: Options) -> None:
+    """scores.png: the main score after each task, with the paper's where it can be compared."""
+    name, after = metric(o), results["after_task"]
+    figure = Figure((6, 3.6), layout="constrained")
+    axis, steps, values = figure.subplots(), range(1, len(after) + 1), [x[name] for x in after]
+    axis.plot(steps, values, "o-", label=f"this run, Avg. {name} {results[f'average_{name}']:.1f}")
+    for point in zip(steps, values, strict=True):
+        where = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center"}
+        axis.annotate(f"{point[1]:.1f}", point, fontsize=8, **where)
+    if published:
+        average, final = PAPER[o.dataset, o.protocol]
+        axis.axhline(final, ls=":", c="grey", label=f"paper, final {name} {final}")
+        if average is not None:
+            axis.axhline(average, ls="--", c="grey", label=f"paper, Avg. {name} {average}")
+    axis.margins(y=0.15)
+    axis.set(xlabel="after task", xticks=steps, ylabel=f"{name} over the classes seen (%)")
+    axis.set_title(f"{o.dataset} {o.protocol}")
+    axis.legend(fontsize=8)
+    save_figure(figure, o.folder / "scores.png")
+
+
+def draw_classes(results: dict, tasks: Sequence[Task], o: Options) -> None:
+    """classes.png: AP (accuracy) of every class after the last task, coloured by task."""
+    by_class = results["after_task"][-1]["by_class"]
+    figure = Figure((6, max(2.5, 0.2 * len(by_class) + 0.9)), layout="constrained")
+    axis, row, colours = figure.subplots(), 0, colormaps["tab10"].colors
+    for task in tasks:
+        for name in task.classes:
+            value = by_class[name]
+            axis.barh(row, value or 0, color=colours[task.index % 10])
+            text = "no test image" if value is None else f"{value:.1f}"
+            axis.text((value or 0) + 1, row, text, va="center", fontsize=7)
+            row += 1
+    axis.set_yticks(range(row), by_class, fontsize=7)
+    axis.set(xlim=(0, 108), ylim=(row - 0.5, -0.5), xlabel="%")
+    kind = "accuracy" if o.dataset in SINGLE_LABEL else "AP"
+    axis.set_title(f"{kind} of each class after the last task, coloured by task", fontsize=10)
+    save_figure(figure, o.folder / "classes.png")
+
+
+def draw_forgetting(results: dict, o: Options) -> None:
+    """forgetting.png: the score on every task after every task."""
+    rows = [x["by_task"] for x in results["after_task"]]
+    T, known = len(rows), [x for row in rows for x in row if x is not None]
+    matrix = np.array([[number(x) for x in row] + [math.nan] * (T - len(row)) for row in rows])
+    figure = Figure((3.4 + 0.5 * T, 2.4 + 0.5 * T), layout="constrained")
+    axis = figure.subplots()
+    picture = axis.imshow(matrix, vmin=min(known, default=0), vmax=100)
+    for t, i in zip(*np.nonzero(~np.isnan(matrix)), strict=True):
+        ink = "black" if picture.norm(matrix[t, i]) > 0.5 else "white"
+        axis.text(i, t, f"{matrix[t, i]:.1f}", ha="center", va="center", color=ink, fontsize=8)
+    axis.set_xticks(range(T), range(1, T + 1))
+    axis.set_yticks(range(T), range(1, T + 1))
+    axis.set(xlabel="on the classes of task", ylabel="after task")
+    figure.colorbar(picture, label=f"{metric(o)} (%)", shrink=0.8)
+    save_figure(figure, o.folder / "forgetting.png")
+
+
+def undo_normalize(images: Tensor, o: Options, vit: nn.Module) -> Tensor:
+    """Pixels in [0,1] of transformed images."""
+    mean, std = (torch.tensor(vit.pretrained_cfg[key]).view(3, 1, 1) for key in ("mean", "std"))
+    return (images * std + mean if o.normalize else images).clamp(0, 1)
+
+
+def look_at(model: MultiLane, images: Tensor, o: Options) -> Tensor:
+    """Where the lanes' selectors look in the last block, mean of all S: [B,T,rows,columns]."""
+    return model.heatmaps(images.to(o.where))[:, :, -1].float().mean(2).cpu()
+
+
+def overlay(axis: Any, title: str, picture: Tensor, weights: Tensor | None, top: float) -> None:
+    """A picture [3,h,w], and over it a lane's weights [rows,columns], red for top."""
+    axis.imshow(picture.permute(1, 2, 0).numpy())
+    if weights is not None:
+        large = F.interpolate(weights[None, None], picture.shape[1:], mode="bilinear")[0, 0]
+        axis.imshow(large.numpy(), cmap="jet", alpha=0.5, vmin=0, vmax=top)
+    axis.set_title(title if len(title) < 30 else title[:28] + " …", fontsize=8)
+
+
+def draw_heatmaps(model: MultiLane, tasks: Sequence[Task], o: Options) -> None:
+    """heatmaps.png: test images with up to two related and two unrelated lanes, as in the paper."""
+    split, sizes = tasks[-1].test, [len(task.classes) for task in tasks]
+    related = torch.stack([part.any(1) for part in split.labels.split(sizes, 1)], 1)  # [n,T]
+    lanes = related.sum(1).clamp(max=2) + (~related).sum(1).clamp(max=2)  # [n] that can be shown
+    chosen: dict[tuple, int] = {}  # an image for each set of related tasks, if it shows enough
+    for row in lanes.argsort(descending=True, stable=True).tolist():
+        chosen.setdefault(tuple(related[row].tolist()), row)
+    rows = list(chosen.values())[:4]
+    part = split.take(torch.tensor(rows), range(split.labels.shape[1]))
+    view = make_views(o, model.backbone)[1]
+    images, labels, _ = next(iter(data.load_batches(part, view, len(rows), where="test")))
+    maps, pictures = look_at(model, images, o), undo_normalize(images, o, model.backbone)
+    figure = Figure((9.5, 2.15 * len(rows) + 0.2), layout="constrained")
+    grid = figure.subplots(len(rows), 5, squeeze=False)
+    for axis in grid.flat:
+        axis.axis("off")
+    for i, (row, axes) in enumerate(zip(rows, grid, strict=True)):
+        names = [tasks[-1].seen[c] for c in labels[i].nonzero()[:, 0]]
+        overlay(axes[0], ", ".join(names), pictures[i], None, 1)
+        lanes = [*zip(related[row].nonzero()[:2, 0].tolist(), axes[1:3], strict=False)]
+        lanes += zip((~related[row]).nonzero()[:2, 0].tolist(), axes[3:], strict=False)
+        top = max(float(maps[i, t].max()) for t, _ in lanes)
+        for t, axis in lanes:
+            title = f"lane {t + 1}, {'related' if related[row, t] else 'unrelated'}"
+            overlay(axis, title, pictures[i], maps[i, t], top)
+    save_figure(figure, o.folder / "heatmaps.png")
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def cell(x: float | None) -> str:
+    return "-" if x is None or math.isnan(x) else f"{x:.2f}"
+
+
+def write_report(
+    model: MultiLane, tasks: Sequence[Task], results: dict, config: dict, records: list, o: Options
+) -> None:
+    """report.md and its plots; the report is the last file of a run: with it, it is finished."""
+    name, after, published = metric(o), results["after_task"], is_published(o, config["notes"])
+    draw_scores(results, published, o)
+    draw_classes(results, tasks, o)
+    draw_forgetting(results, o)
+    notes = [f"Note: {note}." for note in config["notes"]]
+    notes += ["A dry run over a few images: its scores mean nothing."] * o.dry_run
+    if published:
+        average, final = PAPER[o.dataset, o.protocol]
+        notes.append(f"The paper's final {name}: {final}.")
+        notes += [f"The paper's Avg. {name}: {average}."] * (average is not None)
+    ran = (
+        "A lane never changes once it is trained, so after each task only the new lane ran on the\n"
+    )
+    ran += "test images: the older lanes' logits were kept."
+    if not model.config.pathways:
+        ran = (
+            "A new lane's key may win images from older lanes, so after each task all lanes ran on "
+        )
+        ran += "the\ntest images."
+    selectors = "There are no selectors: Token Merging takes their place."
+    if not model.config.token_merging:
+        draw_heatmaps(model, tasks, o)
+        block = "last" if model.config.drop_replace else "first"
+        selectors = f"""\
+Attention of the selectors to the patches (equation 3) in the {block} block, mean over the selectors
+of a lane. From the left: a test image, up to two lanes that have a class it holds, up to two lanes
+that have none; a row has one colour scale.
+
+![selector heatmaps](heatmaps.png)"""
+    seconds = f"Training and testing took {results['time']['seconds']:.0f} s."
+    if o.cache_views:
+        epoch = {
+            r["task"]: r["time"]["unkept_epoch"] for r in records if "unkept_epoch" in r["time"]
+        }
+        keeping = sum(r["time"].get("keeping", 0) for r in records)
+        seconds += (
+            f" {keeping:.0f} s of it were for keeping frozen streams; {o.epochs} epochs without"
+        )
+        seconds += f"\nthem would have taken about {o.epochs * sum(epoch.values()):.0f} s."
+    columns, average = main_scores(after[-1]), results[f"average_{name}"]
+    by_step = [
+        [x["task"], x["classes"], x["test_images"], *(cell(x[key]) for key in columns)]
+        for x in after
+    ]
+    last, lost, by_task = after[-1]["by_task"], [*results["forgetting"], None], []
+    for t, task in enumerate(tasks):
+        scores = after[t]["by_task"][t], last[t], lost[t]
+        by_task.append([t + 1, ", ".join(task.classes), *map(cell, scores)])
+    made = {**config["versions"], **config["machine"]}
+    text = f"""\
+# {o.dataset} {o.protocol}: {name} {cell(results[name])}, Avg. {name} {cell(average)}
+
+{"".join(note + chr(10) * 2 for note in notes)}\
+{table(["after task", "classes seen", "test images", *columns], by_step)}
+
+![{name} after each task](scores.png)
+
+{ran}
+
+## Forgetting
+
+{table(["task", "classes", f"{name} when learned", f"{name} at the end", "forgetting"], by_task)}
+
+Mean forgetting: {cell(mean(map(number, results["forgetting"])))}.
+
+![{name} on each task after each task](forgetting.png)
+
+## Classes
+
+![each class after the last task](classes.png)
+
+## Where selectors look
+
+{selectors}
+
+## How it was made
+
+`{config["command"]}`
+
+Revision {config["revision"]}; {", ".join(f"{key} {value}" for key, value in made.items())}.
+{seconds}
+Trainable parameters: {results["trainable_parameters"]:,} in {len(tasks)} lanes, beside
+{sum(p.numel() for p in model.backbone.parameters()):,} frozen ones.
+
+{table(["setting", "value"], list(config["settings"].items()))}
+
+## Definitions
+
+{"".join(f"- {line}{chr(10)}" for line in METRICS)}"""
+    write_whole(o.folder / "report.md", text.encode())
+
+
+# ---------------------------------------------------------------------------------------------
+# 11. Scoring again, predicting, and the dry run
+
+
+def open_run(folder: Path, explicit: dict) -> tuple[Options, dict, MultiLane]:
+    """A run's options, its config and its finished lanes."""
+    saved = read_config(folder)
+    if saved is None:
+        raise UsageError(f"{folder} is no run's folder: it has no config.json")
+    o = from_config(saved, explicit)
+    o.folder, model, lanes = folder, build_model(o), read_state(folder).task
+    if not lanes:
+        raise UsageError(f"{folder} has no finished lane yet: train with --resume --run {folder}")
+    try:
+        model.load_lanes([folder / f"lane-{t + 1:02d}.safetensors" for t in range(lanes)])
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return o, saved, model
+
+
+def evaluate(explicit: dict, folder: Path) -> None:
+    """--eval: run the lanes of a finished run over the test images again, and compare."""
+    o, saved, model = open_run(folder, explicit)
+    try:
+        before = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise UsageError(f"{folder} is not finished: train with --resume --run {folder}") from None
+    benchmark, tasks = load_tasks(o)
+    check_same(saved, model, benchmark, folder)
+    test, after, name = tasks[-1].test, [], metric(o)
+    if model.config.pathways:
+        logits = test_logits(model, test, range(len(tasks)), o)
+    for task in tasks:
+        if not model.config.pathways:  # as it was then: the keys of the lanes so far compete
+            until = MultiLane(model.backbone, model.config)
+            until.lanes.extend(model.lanes[: task.index + 1])
+            logits = test_logits(until, test, [None], o)
+        after.append(score(logits, task, tasks, o))
+        tell_scores(after[-1])
+    results = final_results(after, model, o)
+    lost = mean(map(number, results["forgetting"]))
+    say(f"Avg. {name} {cell(results[f'average_{name}'])}, mean forgetting {cell(lost)}")
+    shared = [key for key in results if key in before]  # another --threshold adds some
+    if differing := [key for key in shared if not same(results[key], before[key])]:
+        raise RunError(f"{folder / 'results.json'} has other numbers for {', '.join(differing)}")
+    say(f"the same digits as {folder / 'results.json'}")
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether results agree; another --threshold gives scores that only one of them has."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return all(same(a[key], b[key]) for key in a.keys() & b.keys())
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+@torch.no_grad()
+def predict(explicit: dict, folder: Path, files: Sequence[Path]) -> None:
+    """--predict: the classes of some images, and where the lanes look."""
+    o, _, model = open_run(folder, explicit)
+    view, single = make_views(o, model.backbone)[1], o.dataset in SINGLE_LABEL
+    pictures = [data.read_image(path, "--predict") for path in files]
+    for index, (path, picture) in enumerate(zip(files, pictures, strict=True)):
+        image = view(picture)[None]  # [1,3,h,w]
+        with autocast(o):
+            logits = model(image.to(o.where))[0].float().cpu()  # [C]
+        scores = logits.softmax(0) if single else logits.sigmoid()
+        present = scores == scores.max() if single else scores >= o.threshold
+        say(path)
+        for c in scores.argsort(descending=True)[: max(5, int(present.sum()))].tolist():
+            say(f"  {scores[c]:.3f} {'*' if present[c] else ' '} {model.classes[c]}")
+        if not model.config.token_merging:
+            again = sum(other.stem == path.stem for other in files[:index])
+            target = folder / "predictions" / f"{path.stem}{f'-{again + 1}' * (again > 0)}.png"
+            target.parent.mkdir(exist_ok=True)
+            draw_prediction(model, image, scores, path.name, target, o)
+            say(f"  drawn: {target}")
+    say(f"* {'the highest' if single else f'at least {o.threshold:g}'}")
+
+
+def draw_prediction(
+    model: MultiLane, image: Tensor, scores: Tensor, name: str, path: Path, o: Options
+) -> None:
+    """An image [1,3,h,w], and where each lane looks, with its highest score of scores [C]."""
+    maps, picture = look_at(model, image, o)[0], undo_normalize(image, o, model.backbone)[0]
+    columns = min(6, len(maps) + 1)
+    rows = math.ceil((len(maps) + 1) / columns)
+    figure = Figure((2.1 * columns, 2.4 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axis in axes:
+        axis.axis("off")
+    overlay(axes[0], name, picture, None, 1)
+    parts = scores.split([len(lane.classes) for lane in model.lanes])
+    for t, (lane, part) in enumerate(zip(model.lanes, parts, strict=True)):
+        title = f"lane {t + 1}: {lane.classes[part.argmax()]} {part.max():.2f}"
+        overlay(axes[t + 1], title, picture, maps[t], float(maps.max()))
+    save_figure(figure, path)
+
+
+def dry_run(explicit: dict) -> None:
+    """--dry-run: train, score and predict over a few images, in a folder that is removed."""
+    folder = share(tempfile.mkdtemp(prefix="multilane-dry-run-") if is_first() else None)
+    run = Path(folder) / "run"
+    say("dry run: the first two tasks, a few images of each class, 2 epochs; scores mean nothing")
+    try:
+        train(explicit | {"epochs": 2}, run)
+        say("scoring again, as --eval does")
+        here = {name: explicit[name] for name in ("dry_run", "where", *PLACES) if name in explicit}
+        evaluate(here, run)
+        say("predicting, as --predict does")
+        image = load_tasks(complete(explicit))[1][0].test.images[0]
+        if is_first():
+            if isinstance(image, Tensor):
+                pixels, image = image, Path(folder) / "image.png"
+                torchvision.io.write_png(pixels, str(image))
+            predict(here, run, [image])
+    finally:
+        if is_first():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+# ---------------------------------------------------------------------------------------------
+# 12. The command line
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        raise UsageError(message)  # instead of printing the usage, which is long
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    def whole_number(text: str) -> int:
+        if (value := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"{text} is below {least}")
+        return value
+
+    return whole_number
+
+
+def between(low: float, high: float) -> Callable[[str], float]:
+    def decimal_number(text: str) -> float:
+        if not low < (value := float(text)) <= high or math.isinf(value):
+            raise argparse.ArgumentTypeError(f"{text} is not above {low:g} and up to {high:g}")
+        return value
+
+    return decimal_number
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def make_parser(dataset: str) -> argparse.ArgumentParser:
+    """All flags; the defaults in the help are those of the data set. None is set by itself."""
+    preset = PRESETS[dataset] | COMMON | {"protocol": data.PROTOCOLS[dataset]}
+    style = argparse.RawDescriptionHelpFormatter
+    epilog = "\n".join(textwrap.fill(line, 100, subsequent_indent="    ") for line in METRICS)
+    parser = Parser("train.py", None, __doc__, epilog, formatter_class=style, allow_abbrev=False)
+    group = parser.add_argument_group("data")
+
+    def add(*names: str, text: str, **options):
+        name = names[0].removeprefix("--").replace("-", "_")
+        if name in preset:
+            default = preset[name]
+            default = ("no", "yes")[default] if isinstance(default, bool) else default
+            text = f"{text} (default: {default})"
+        group.add_argument(*names, help=text, default=argparse.SUPPRESS, **options)
+
+    yes_no, path = {"action": argparse.BooleanOptionalAction}, {"type": Path, "metavar": "PATH"}
+    add("--dataset", text="default: glyphs", choices=PRESETS)
+    add("--protocol", text="B0-C4, B10-C2, 10-tasks, ...")
+    add("--order-seed", text="shuffle the classes before the cut into tasks", type=at_least(0))
+    add("--data-dir", text="where data sets are, or are downloaded to", **path)
+    add("--check-data", text="open every image before training begins", action="store_true")
+    group = parser.add_argument_group("what to do, if not a training from its beginning")
+    # torchrun on Python 3.11 takes --run for its own --run-path: hence the second name.
+    add("--run", "--run-dir", text="folder; default: runs/<data set>-<protocol>...", **path)
+    add("--resume", text="go on with a run, or begin it", action="store_true")
+    add("--eval", text="score a finished run again", metavar="RUN", type=Path)
+    add("--predict", text="classes of images, by --run", nargs="+", metavar="IMAGE", type=Path)
+    add("--dry-run", text="everything in seconds, over a few images", action="store_true")
+    group = parser.add_argument_group(f"settings, with the defaults of {dataset}")
+    add("--backbone", text="a timm ViT by its full name")
+    add("--weights", text="its weights, .safetensors or .pth, instead of timm's", **path)
+    add("--epochs", text="for each task", type=at_least(1))
+    add("--batch", text="images, of all processes together", type=at_least(1))
+    add("--lr", text="of Adam, is multiplied by batch/256", type=between(0, math.inf))
+    add("--selectors", text="for each lane", type=at_least(1))
+    add("--prompts", text="for each lane and block", type=at_least(0))
+    add("--prompt-blocks", text="the first so many blocks have prompts", type=at_least(0))
+    add("--normalize", text="pixels by the backbone's mean and std", **yes_no)
+    add("--crop-scale", text="least part of an image in a training view", type=between(0, 1))
+    add("--flip", text="half of the training views", **yes_no)
+    text = (
+        "keep the frozen stream of so many fixed views of each training image on disk, and train "
+    )
+    text += "on that; 1: the centre, not augmented; 0: new views in every epoch"
+    add("--cache-views", text=text, type=at_least(0))
+    add("--cache-dir", text="where to keep it, instead of the run's folder", **path)
+    add("--warm-start", text="selectors and prompts start from the lane before", **yes_no)
+    add("--ablate", text="take one idea away; selectors: Token Merging", choices=ABLATIONS)
+    add("--threshold", text="of --predict, and of CF1, OF1 besides 0.8", type=between(0, 1))
+    add("--seed", text="of everything random", type=at_least(0))
+    group = parser.add_argument_group("this machine")
+    add("--precision", text="of the forward pass", choices=("fp32", "bf16"))
+    add("--compile", text="the lane's forward and backward pass", action="store_true")
+    add("--device", text="cpu, cuda, cuda:1, ...")
+    add("--workers", text="processes that load images", type=at_least(0))
+    return parser
+
+
+def complete(explicit: dict) -> Options:
+    """Flags over the preset of their data set."""
+    dataset = explicit.get("dataset", "glyphs")
+    preset = PRESETS[dataset] | COMMON | {"protocol": data.PROTOCOLS[dataset]}
+    return Options(**{"dry_run": False, **preset, "dataset": dataset, **explicit})
+
+
+def check_command(given: set[str]) -> None:
+    """Refuse commands and flags that would do nothing together."""
+    modes = [name for name in ("eval", "predict", "dry_run", "resume") if name in given]
+    if len(modes) > 1:
+        raise UsageError(f"{flag(modes[0])} does not go with {flag(modes[1])}")
+    for mode, names in {
+        "eval": {"eval", "data_dir", "weights", "device", "workers", "threshold"},
+        "predict": {"predict", "run", "weights", "device", "threshold"},
+    }.items():
+        if mode in given and (useless := given - names):
+            raise UsageError(f"{flag(min(useless))} does nothing with {flag(mode)}")
+    if "predict" in given and "run" not in given:
+        raise UsageError("--predict needs --run RUN: the lanes that are asked")
+    if "dry_run" in given and (useless := given & {"run", "epochs"}):
+        raise UsageError(f"{flag(min(useless))} does nothing with --dry-run, which has its own")
+
+
+def check_settings(o: Options, given: Collection[str]) -> None:
+    """Refuse settings that would do nothing together, or cannot be."""
+    for name, useless, why in (
+        ("crop_scale", o.cache_views == 1, "with --cache-views 1, which takes the centre"),
+        ("flip", o.cache_views == 1, "with --cache-views 1, which takes the centre"),
+        ("cache_dir", o.cache_views == 0, "without --cache-views"),
+        ("selectors", o.ablate == "selectors", "with --ablate selectors: Token Merging has none"),
+        ("prompt_blocks", o.prompts == 0, "with --prompts 0"),
+        ("prompts", o.prompt_blocks == 0, "with --prompt-blocks 0"),
+        ("threshold", o.dataset in SINGLE_LABEL, f"with {o.dataset}: its images have one label"),
+    ):
+        if name in given and useless:
+            raise UsageError(f"{flag(name)} does nothing {why}")
+    if not re.fullmatch(r"B\d+-C\d+|\d+-tasks", o.protocol):  # before anything is downloaded
+        raise UsageError(f"--protocol {o.protocol} is none: give one like B0-C4 or 10-tasks")
+    if o.weights is not None and not o.weights.is_file():
+        raise UsageError(f"--weights {o.weights}: there is no such file")
+    if o.cache_dir is not None and not o.cache_dir.is_dir():
+        raise UsageError(f"--cache-dir {o.cache_dir}: there is no such folder")
+    if o.batch < rank_and_world()[1]:
+        raise UsageError(f"--batch {o.batch} is smaller than the number of processes")
+
+
+def default_folder(o: Options) -> Path:
+    """runs/<name>, where what is changed most often makes the name."""
+    parts = [o.dataset, o.protocol, f"no-{o.ablate}" if o.ablate else ""]
+    parts += [f"seed{o.seed}" * (o.seed > 0), f"order{o.order_seed}" * (o.order_seed is not None)]
+    return Path("runs") / "-".join(filter(None, parts))
+
+
+def command(arguments: Sequence[str] | None) -> None:
+    """Do what the command line says."""
+    first = Parser(add_help=False, allow_abbrev=False)
+    first.add_argument("--dataset", default="glyphs", choices=PRESETS)
+    dataset = first.parse_known_args(arguments)[0].dataset
+    explicit = vars(make_parser(dataset).parse_args(arguments))
+    check_command(explicit.keys())
+    explicit["where"] = start_processes(explicit.get("device", "auto"))
+    if "eval" in explicit:
+        return evaluate(explicit, explicit["eval"])
+    if "predict" in explicit:
+        return predict(explicit, explicit["run"], explicit["predict"]) if is_first() else None
+    if "dry_run" in explicit:
+        return dry_run(explicit)
+    folder = explicit.get("run") or default_folder(complete(explicit))
+    go_on = f"--resume --run {shlex.quote(str(folder))}"
+    try:
+        return train(explicit, folder)
+    except KeyboardInterrupt:
+        say(f"\nstopped; go on with: python train.py {go_on}")
+        raise
+    except OSError as error:
+        raise RunError(
+            f"{error}: what is finished stays in {folder}; once this is mended, go on with {go_on}"
+        ) from None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code: 0, or 2 for bad usage, 1 for a run that cannot go on, 130 for Ctrl-C."""
+    try:
+        command(arguments)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except (UsageError, DataError) as error:
+        # A loader's worker sends its error with a traceback before it.
+        text, code = str(error).rsplit("data.DataError: ", 1)[-1], 2
+    except (RunError, OSError) as error:
+        text, code = str(error), 1
+    print(f"train.py: error: {' '.join(text.split())}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
