@@ -1427,8 +1427,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except (UsageError, DataError) as error:
-        # A loader's worker sends its error with a traceback before it.
-        text, code = str(error).rsplit("data.DataError: ", 1)[-1], 2
+        text, code = str(error), 2
     except (RunError, OSError) as error:
         text, code = str(error), 1
     print(f"train.py: error: {' '.join(text.split())}", file=sys.stderr)
