@@ -148,6 +148,17 @@ def make_tasks(benchmark: Benchmark, protocol: str, order_seed: int | None = Non
     return tasks
 
 
+def hold_out(benchmark: Benchmark, part: float, seed: int = 0) -> Benchmark:
+    """A benchmark whose test images are a part of the training images: to choose settings by."""
+    train, every = benchmark.train, range(len(benchmark.classes))
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
+    held = torch.zeros(len(train), dtype=torch.bool)
+    held[order[: round(part * len(train))]] = True
+    note = f"scored on {int(held.sum()):,} held-out training images, not on the test images"
+    train, test = train.take(~held, every), train.take(held, every)
+    return replace(benchmark, train=train, test=test, notes=(*benchmark.notes, note))
+
+
 def average_precision(scores: Tensor, truth: Tensor) -> float:
     """Area under precision over recall, by rank: the mean precision at the ranks of the positives.
 

@@ -533,7 +533,7 @@ LANE_FORMAT = "multilane lane 1"
 
 
 def read_lane(path: str | os.PathLike) -> tuple[dict, dict[str, Tensor]]:
-    """What a lane file says of itself (config, classes, backbone, fingerprint), and its tensors.
+    """What a lane file says of itself (kind, config, classes, backbone, fingerprint), and its tensors.
 
     Nothing in the file can run code, and anything that is not a whole, finite lane is refused.
     """
@@ -541,19 +541,19 @@ def read_lane(path: str | os.PathLike) -> tuple[dict, dict[str, Tensor]]:
 
     try:
         with safe_open(path, framework="pt") as file:
-            info = file.metadata() or {}
+            text = (file.metadata() or {}).get(LANE_FORMAT)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise ValueError(
             f"{path} cannot be read as a safetensors file ({error}): it is missing, cut off or of "
             "another kind; copy or save it again."
         ) from None
-    if info.get("format") != LANE_FORMAT:
+    if text is None:
         raise ValueError(f"{path} is a safetensors file, but not a lane made by save_lane.")
     try:
-        info["config"] = LaneConfig(**json.loads(info["config"]))
-        info["classes"] = json.loads(info["classes"])
-        info["backbone"], info["fingerprint"]
+        info = json.loads(text)
+        info["config"] = LaneConfig(**info["config"])
+        info["kind"], info["classes"], info["backbone"], info["fingerprint"]
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is a lane whose description is spoiled ({error}).") from None
     for name, tensor in tensors.items():
@@ -614,13 +614,16 @@ class MultiLane(nn.Module):
         warm_start=False, starts orthogonal.
         """
         names = self._new_classes(classes, self.classes, "add_lane")
-        lane = Lane(names, self.config, self.backbone)
+        lane = self._new_lane(names)
         if warm_start and len(self.lanes):
             with torch.no_grad():
                 lane.selectors.copy_(self.lanes[-1].selectors)
                 lane.prompts.copy_(self.lanes[-1].prompts)
         self.lanes.append(lane)
         return len(self.lanes) - 1
+
+    def _new_lane(self, classes: Sequence[str]) -> nn.Module:
+        return Lane(classes, self.config, self.backbone)
 
     def drop_lane(self, lane: int) -> tuple[str, ...]:
         """Remove a lane and all that was learned of its task; later lanes move up by one."""
@@ -642,13 +645,14 @@ class MultiLane(nn.Module):
         for name, tensor in tensors.items():
             if not tensor.isfinite().all():
                 raise ValueError(f"Lane {lane} is not saved: its {name} holds NaN or infinity.")
-        info = {"format": LANE_FORMAT, "backbone": self.backbone_name}
-        info |= {"fingerprint": self.fingerprint(), "config": json.dumps(asdict(self.config))}
-        info |= {"classes": json.dumps(module.classes)}
+        info = {"kind": type(self).__name__, "classes": module.classes}
+        info |= {"config": asdict(self.config), "backbone": self.backbone_name}
+        info |= {"fingerprint": self.fingerprint()}
         unfinished = f"{os.fspath(path)}.{os.getpid()}.tmp"
         try:
             with open(unfinished, "wb") as file:
-                file.write(save(tensors, info))
+                # One entry: safetensors writes several in a random order, so in other bytes.
+                file.write(save(tensors, {LANE_FORMAT: json.dumps(info)}))
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(unfinished, path)
@@ -672,6 +676,8 @@ class MultiLane(nn.Module):
                     f"this is {self.backbone_name!r}, and the fingerprints differ; build MultiLane "
                     "over the same weights, before any change of their dtype."
                 )
+            if info["kind"] != type(self).__name__:
+                raise ValueError(f"{path} is a lane of {info['kind']}: load it with that class.")
             if info["config"] != self.config:
                 raise ValueError(
                     f"{path} is a lane with {info['config']}, this model has {self.config}: build "
@@ -679,7 +685,7 @@ class MultiLane(nn.Module):
                 )
             names = self._new_classes(info["classes"], taken, path)
             with torch.random.fork_rng(devices=[]):  # what is about to be overwritten costs no seed
-                lane = Lane(names, self.config, self.backbone)
+                lane = self._new_lane(names)
             found = {name: tuple(t.shape) for name, t in tensors.items()}
             wanted = {name: tuple(p.shape) for name, p in lane.named_parameters()}
             if found != wanted:

@@ -847,8 +847,10 @@ def rewrite(path, edit_tensors=lambda t: t, edit_info=lambda i: i):
     with safe_open(path, framework="pt") as file:
         info, tensors = file.metadata(), {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118
     edit_tensors(tensors)
-    edit_info(info)
-    save_file(tensors, path, info)
+    info = json.loads(info[multilane.LANE_FORMAT])
+    info = edit_info(info) or info
+    text = info if isinstance(info, str) else json.dumps(info)
+    save_file(tensors, path, {multilane.LANE_FORMAT: text} if info else {})
 
 
 def spoil(change):
@@ -884,47 +886,42 @@ BAD_FILES = {
         lambda p: rewrite(p, edit_info=lambda i: i.update(fingerprint="0" * 64, backbone="vit_x")),
         "other weights.*vit_x",
     ),
+    "other kind": (
+        lambda p: rewrite(p, edit_info=lambda i: i.update(kind="Probe")),
+        "lane of Probe",
+    ),
     "other config": (
-        lambda p: rewrite(
-            p,
-            edit_info=lambda i: i.update(
-                config=i["config"].replace('"prompts": 5', '"prompts": 6')
-            ),
-        ),
+        lambda p: rewrite(p, edit_info=lambda i: i["config"].update(prompts=6)),
         "prompts=6.*prompts=5",
     ),
     "impossible config": (
-        lambda p: rewrite(
-            p, edit_info=lambda i: i.update(config=i["config"].replace(": 5", ": -5"))
-        ),
+        lambda p: rewrite(p, edit_info=lambda i: i["config"].update(prompts=-5)),
         "description is spoiled",
     ),
     "unknown setting": (
-        lambda p: rewrite(p, edit_info=lambda i: i.update(config='{"depth": 3}')),
+        lambda p: rewrite(p, edit_info=lambda i: i.update(config={"depth": 3})),
         "description is spoiled",
     ),
     "classes a number": (
-        lambda p: rewrite(p, edit_info=lambda i: i.update(classes="5")),
+        lambda p: rewrite(p, edit_info=lambda i: i.update(classes=5)),
         "list of names",
     ),
     "classes a table": (
-        lambda p: rewrite(p, edit_info=lambda i: i.update(classes='{"a": 1}')),
+        lambda p: rewrite(p, edit_info=lambda i: i.update(classes={"a": 1})),
         "list of names",
     ),
-    "deep json": (
-        lambda p: rewrite(p, edit_info=lambda i: i.update(classes="[" * 200_000)),
-        "description is spoiled",
-    ),
-    "no classes": (
-        lambda p: rewrite(p, edit_info=lambda i: i.update(classes="[]")),
-        "list of names",
-    ),
+    "deep json": (lambda p: rewrite(p, edit_info=lambda i: "[" * 200_000), "spoiled"),
+    "no classes": (lambda p: rewrite(p, edit_info=lambda i: i.update(classes=[])), "list of names"),
     "strange classes": (
-        lambda p: rewrite(p, edit_info=lambda i: i.update(classes="[1, 2, 3, 4]")),
+        lambda p: rewrite(p, edit_info=lambda i: i.update(classes=[1, 2, 3, 4])),
         "list of names",
     ),
-    "broken json": (lambda p: rewrite(p, edit_info=lambda i: i.update(classes="[")), "spoiled"),
-    "no fingerprint": (lambda p: rewrite(p, edit_info=lambda i: i.pop("fingerprint")), "spoiled"),
+    "broken json": (lambda p: rewrite(p, edit_info=lambda i: "{"), "spoiled"),
+    "json of another kind": (lambda p: rewrite(p, edit_info=lambda i: "[1]"), "spoiled"),
+    "no fingerprint": (
+        lambda p: rewrite(p, edit_info=lambda i: [i.pop("fingerprint"), i][1]),
+        "spoiled",
+    ),
 }
 
 

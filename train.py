@@ -46,6 +46,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from tqdm import tqdm
 
+import baselines
 import data
 from data import Benchmark, DataError, Split, Task, average_precision, item_seed, write_whole
 from multilane import LaneConfig, MultiLane, build_backbone
@@ -122,9 +123,9 @@ ABLATIONS = {  # of the paper: each takes one idea away
     "selectors": {"token_merging": True},
 }
 COMMON = {  # the same for every data set
-    "weights": None, "warm_start": True, "ablate": None, "precision": "fp32", "compile": False,
+    "method": "multilane", "weights": None, "warm_start": True, "ablate": None, "precision": "fp32", "compile": False,
     "seed": 0, "order_seed": None, "threshold": 0.8, "data_dir": Path("data"), "device": "auto",
-    "workers": 0, "cache_dir": None,
+    "workers": 0, "cache_dir": None, "holdout": None,
 }  # fmt: skip
 # What may change from a run to its continuation: it says where things are, not what they are.
 PLACES = ("weights", "data_dir", "cache_dir", "workers", "device")
@@ -320,13 +321,24 @@ def load_vit(name: str, weights: Path | None) -> nn.Module:
     return vit
 
 
+def method(o: Options) -> baselines.Method:
+    """What the trainer must know of a method."""
+    found = baselines.METHODS[o.method]
+    # With one pathway a new lane's key may win images from the old lanes.
+    return found._replace(independent=False, key_loss=True) if o.ablate == "pathways" else found
+
+
+def has_selectors(o: Options) -> bool:
+    return "selectors" in method(o).flags and o.ablate != "selectors"
+
+
 def build_model(o: Options) -> MultiLane:
     """The frozen ViT without lanes yet."""
     config = LaneConfig(
         o.selectors, o.prompts, o.prompt_blocks, **ABLATIONS[o.ablate] if o.ablate else {}
     )
     try:
-        return MultiLane(load_vit(o.backbone, o.weights), config).to(o.where)
+        return method(o).model(load_vit(o.backbone, o.weights), config).to(o.where)
     except (ValueError, OSError, SafetensorError) as error:
         raise UsageError(str(error)) from None
 
@@ -339,14 +351,17 @@ def load_tasks(o: Options) -> tuple[Benchmark, list[Task]]:
     benchmark = data.load_benchmark(o.dataset, o.data_dir, o.seed)
     if dist.is_initialized() and not later:
         dist.barrier()
+    if o.holdout:
+        benchmark = data.hold_out(benchmark, o.holdout, o.seed)
+    protocol = f"B0-C{len(benchmark.classes)}" if o.method == "joint" else o.protocol
     if not o.dry_run:
-        return benchmark, data.make_tasks(benchmark, o.protocol, o.order_seed)
+        return benchmark, data.make_tasks(benchmark, protocol, o.order_seed)
     few = []
     for split, count in ((benchmark.train, 4), (benchmark.test, 2)):  # images of every class
         rows = (split.labels & (split.labels.cumsum(0) <= count)).any(1)
         few.append(split.take(rows, range(len(benchmark.classes))))
     benchmark = replace(benchmark, train=few[0], test=few[1])
-    return benchmark, data.make_tasks(benchmark, o.protocol, o.order_seed)[:2]
+    return benchmark, data.make_tasks(benchmark, protocol, o.order_seed)[:2]
 
 
 def data_digest(benchmark: Benchmark) -> str:
@@ -456,7 +471,7 @@ def write_state(folder: Path, state: State) -> None:
     """state.safetensors, then metrics.jsonl, which only repeats what the state says."""
     if is_first():
         info = {"task": state.task, "epoch": state.epoch, "records": state.records}
-        info = {name: json.dumps(value) for name, value in info.items()}
+        info = {"state": json.dumps(info)}
         write_whole(folder / "state.safetensors", save(state.tensors, info))
         lines = [json.dumps(record) + "\n" for record in state.records]
         write_whole(folder / "metrics.jsonl", "".join(lines).encode())
@@ -469,10 +484,10 @@ def read_state(folder: Path) -> State:
         return State()
     try:
         with safe_open(path, framework="pt") as file:
-            info = {name: json.loads(text) for name, text in file.metadata().items()}
+            info = json.loads(file.metadata()["state"])
             names = file.keys()
             return State(**info, tensors={name: file.get_tensor(name) for name in names})
-    except (SafetensorError, ValueError, TypeError, AttributeError) as error:
+    except (SafetensorError, ValueError, TypeError, KeyError) as error:
         raise RunError(f"{path} is spoiled ({error}): restore it, or remove the run") from None
 
 
@@ -516,26 +531,26 @@ def fresh_batches(task: Task, transform: Callable, o: Options, epoch: int) -> It
         yield None
 
 
-def lane_logits(model: MultiLane, lane: int, inputs: Tensor, cls: Tensor | None):
+def lane_logits(model: MultiLane, lane: int, inputs: Tensor, cls: Tensor | None, keys: bool):
     """Logits of a lane [b,C] and frozen [CLS] [b,D], from a kept stream (with cls) or images."""
     if cls is not None:
         return model.forward_stream(inputs, cls, lane=lane), cls
-    if model.config.pathways:
-        return model(inputs, lane=lane), None  # without the [CLS], half of the last block is saved
-    return model(inputs, lane=lane, return_cls=True)
+    if keys:
+        return model(inputs, lane=lane, return_cls=True)
+    return model(inputs, lane=lane), None  # without the [CLS], half of the last block is saved
 
 
 def lane_loss(run: Callable, model: MultiLane, lane: int, batch: tuple, o: Options) -> Tensor:
     """The sum of the images' losses; run is `lane_logits`, compiled or not."""
     inputs, cls, labels = (None if t is None else t.to(o.where, non_blocking=True) for t in batch)
     with autocast(o):
-        logits, cls = run(model, lane, inputs, cls)
+        logits, cls = run(model, lane, inputs, cls, method(o).key_loss)
     logits = logits.float()
     if o.dataset in SINGLE_LABEL:
         loss = F.cross_entropy(logits, labels.argmax(1), reduction="sum")
     else:
         loss = F.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(1).sum()
-    if not model.config.pathways:
+    if method(o).key_loss:
         loss = loss + len(labels) * model.key_loss(cls.float(), lane)
     return loss
 
@@ -597,7 +612,7 @@ def train_lane(model: MultiLane, task: Task, state: State, o: Options) -> None:
     optimizer = torch.optim.Adam(model.lane_parameters(lane), betas=(0.9, 0.999))
     if state.tensors:
         restore(model, lane, optimizer, state.tensors)
-    if o.cache_views and state.epoch < o.epochs:
+    if o.cache_views and method(o).on_stream and state.epoch < o.epochs:
         times["unkept_epoch"] = unkept_seconds(model, lane, task, views[0], o)
         kept = keep_stream(model, task, views, o)
         times["keeping"] = kept.seconds
@@ -607,8 +622,8 @@ def train_lane(model: MultiLane, task: Task, state: State, o: Options) -> None:
             optimizer.param_groups[0]["lr"] = lr
             if kept:
                 batches = kept_batches(kept, task, o, epoch)
-            else:
-                batches = fresh_batches(task, views[0], o, epoch)
+            else:  # where there is nothing to keep, one fixed view is still the centre
+                batches = fresh_batches(task, views[o.cache_views], o, epoch)
             loss = train_epoch(run, model, lane, optimizer, batches, images, o, bar)
             finite = all(p.isfinite().all() for p in model.lane_parameters(lane))
             if not (finite and math.isfinite(loss)):
@@ -655,9 +670,13 @@ def test_logits(model: MultiLane, split: Split, lanes: Sequence[int | None], o: 
     batches = data.load_batches(part, view, TEST_BATCH, workers=o.workers, where="test")
     with progress("testing", len(mine)) as bar:
         for images, _, index in batches:
+            images = images.to(o.where)
             with autocast(o):
-                g, cls = model.stream(images.to(o.where))  # [L,B,N,D], [B,D]
-                parts = [model.forward_stream(g, cls, lane=t).float() for t in lanes]
+                if method(o).on_stream:
+                    g, cls = model.stream(images)  # [L,B,N,D], [B,D]
+                    parts = [model.forward_stream(g, cls, lane=t).float() for t in lanes]
+                else:
+                    parts = [model(images, lane=t).float() for t in lanes]
             logits[mine[index].to(o.where)] = torch.cat(parts, 1)  # [B,C]
             bar.update(len(images))
     add_up([logits])
@@ -835,10 +854,14 @@ def train(explicit: dict, folder: Path) -> None:
             say(f"report: {folder / 'report.md'}")
 
 
+def lane_files(folder: Path, count: int) -> list[Path]:
+    return [folder / f"lane-{t + 1:02d}.safetensors" for t in range(count)]
+
+
 def run_tasks(model: MultiLane, tasks: Sequence[Task], o: Options) -> State:
     """Train and score the lanes, from wherever the folder's state is."""
     state = share(read_state(o.folder) if is_first() else None)
-    files = [o.folder / f"lane-{task.index + 1:02d}.safetensors" for task in tasks]
+    files = lane_files(o.folder, len(tasks))
     kept_logits, test = o.folder / "logits.safetensors", tasks[-1].test
     logits = torch.zeros(len(test), 0)  # [n,C] of finished lanes; the first process needs them
     if state.records:
@@ -860,9 +883,9 @@ def run_tasks(model: MultiLane, tasks: Sequence[Task], o: Options) -> State:
         lane = model.add_lane(task.classes, o.warm_start)
         train_lane(model, task, state, o)
         started = time.perf_counter()
-        if model.config.pathways:
+        if method(o).independent:
             logits = torch.cat([logits, test_logits(model, test, [lane], o)], 1)
-        else:  # the new lane's key may win images from the old lanes: all is computed anew
+        else:  # training may have changed what is said of the old classes: all is computed anew
             logits = test_logits(model, test, [None], o)
         if is_first():
             scores = score(logits, task, tasks, o)
@@ -927,7 +950,7 @@ def draw_scores(results: dict, published: bool, o: Options) -> None:
             axis.axhline(average, ls="--", c="grey", label=f"paper, Avg. {name} {average}")
     axis.margins(y=0.15)
     axis.set(xlabel="after task", xticks=steps, ylabel=f"{name} over the classes seen (%)")
-    axis.set_title(f"{o.dataset} {o.protocol}")
+    axis.set_title(default_folder(o).name)
     axis.legend(fontsize=8)
     save_figure(figure, o.folder / "scores.png")
 
@@ -1046,13 +1069,11 @@ def write_report(
         "A lane never changes once it is trained, so after each task only the new lane ran on the\n"
     )
     ran += "test images: the older lanes' logits were kept."
-    if not model.config.pathways:
-        ran = (
-            "A new lane's key may win images from older lanes, so after each task all lanes ran on "
-        )
-        ran += "the\ntest images."
-    selectors = "There are no selectors: Token Merging takes their place."
-    if not model.config.token_merging:
+    if not method(o).independent:
+        ran = "A new task may change what is said of older classes, so after each task all of them "
+        ran += "were\ntested again."
+    selectors = "There are no selectors."
+    if has_selectors(o):
         draw_heatmaps(model, tasks, o)
         block = "last" if model.config.drop_replace else "first"
         selectors = f"""\
@@ -1082,7 +1103,7 @@ that have none; a row has one colour scale.
         by_task.append([t + 1, ", ".join(task.classes), *map(cell, scores)])
     made = {**config["versions"], **config["machine"]}
     text = f"""\
-# {o.dataset} {o.protocol}: {name} {cell(results[name])}, Avg. {name} {cell(average)}
+# {default_folder(o).name}: {name} {cell(results[name])}, Avg. {name} {cell(average)}
 
 {"".join(note + chr(10) * 2 for note in notes)}\
 {table(["after task", "classes seen", "test images", *columns], by_step)}
@@ -1138,7 +1159,7 @@ def open_run(folder: Path, explicit: dict) -> tuple[Options, dict, MultiLane]:
     if not lanes:
         raise UsageError(f"{folder} has no finished lane yet: train with --resume --run {folder}")
     try:
-        model.load_lanes([folder / f"lane-{t + 1:02d}.safetensors" for t in range(lanes)])
+        model.load_lanes(lane_files(folder, lanes))
     except ValueError as error:
         raise UsageError(str(error)) from None
     return o, saved, model
@@ -1154,12 +1175,12 @@ def evaluate(explicit: dict, folder: Path) -> None:
     benchmark, tasks = load_tasks(o)
     check_same(saved, model, benchmark, folder)
     test, after, name = tasks[-1].test, [], metric(o)
-    if model.config.pathways:
+    if method(o).independent:
         logits = test_logits(model, test, range(len(tasks)), o)
     for task in tasks:
-        if not model.config.pathways:  # as it was then: the keys of the lanes so far compete
-            until = MultiLane(model.backbone, model.config)
-            until.lanes.extend(model.lanes[: task.index + 1])
+        if not method(o).independent:  # as it was then
+            until = type(model)(model.backbone, model.config)
+            until.load_lanes(lane_files(folder, task.index + 1))
             logits = test_logits(until, test, [None], o)
         after.append(score(logits, task, tasks, o))
         tell_scores(after[-1])
@@ -1196,7 +1217,7 @@ def predict(explicit: dict, folder: Path, files: Sequence[Path]) -> None:
         say(path)
         for c in scores.argsort(descending=True)[: max(5, int(present.sum()))].tolist():
             say(f"  {scores[c]:.3f} {'*' if present[c] else ' '} {model.classes[c]}")
-        if not model.config.token_merging:
+        if has_selectors(o):
             again = sum(other.stem == path.stem for other in files[:index])
             target = folder / "predictions" / f"{path.stem}{f'-{again + 1}' * (again > 0)}.png"
             target.parent.mkdir(exist_ok=True)
@@ -1298,6 +1319,8 @@ def make_parser(dataset: str) -> argparse.ArgumentParser:
     add("--protocol", text="B0-C4, B10-C2, 10-tasks, ...")
     add("--order-seed", text="shuffle the classes before the cut into tasks", type=at_least(0))
     add("--data-dir", text="where data sets are, or are downloaded to", **path)
+    text = "score on this part of the training images, not on the test images: to choose settings"
+    add("--holdout", text=text, type=between(0, 0.9))
     add("--check-data", text="open every image before training begins", action="store_true")
     group = parser.add_argument_group("what to do, if not a training from its beginning")
     # torchrun on Python 3.11 takes --run for its own --run-path: hence the second name.
@@ -1307,6 +1330,7 @@ def make_parser(dataset: str) -> argparse.ArgumentParser:
     add("--predict", text="classes of images, by --run", nargs="+", metavar="IMAGE", type=Path)
     add("--dry-run", text="everything in seconds, over a few images", action="store_true")
     group = parser.add_argument_group(f"settings, with the defaults of {dataset}")
+    add("--method", text="see baselines.py", choices=baselines.METHODS)
     add("--backbone", text="a timm ViT by its full name")
     add("--weights", text="its weights, .safetensors or .pth, instead of timm's", **path)
     add("--epochs", text="for each task", type=at_least(1))
@@ -1362,7 +1386,12 @@ def check_command(given: set[str]) -> None:
 
 def check_settings(o: Options, given: Collection[str]) -> None:
     """Refuse settings that would do nothing together, or cannot be."""
+    named = f"with --method {o.method}"
     for name, useless, why in (
+        *((name, name not in method(o).flags, named) for name in baselines.LANE_FLAGS),
+        ("warm_start", not method(o).warm_start, named),
+        ("ablate", o.method != "multilane", named),
+        ("protocol", o.method == "joint", f"{named}: all is one task"),
         ("crop_scale", o.cache_views == 1, "with --cache-views 1, which takes the centre"),
         ("flip", o.cache_views == 1, "with --cache-views 1, which takes the centre"),
         ("cache_dir", o.cache_views == 0, "without --cache-views"),
@@ -1373,6 +1402,8 @@ def check_settings(o: Options, given: Collection[str]) -> None:
     ):
         if name in given and useless:
             raise UsageError(f"{flag(name)} does nothing {why}")
+    if o.cache_views > 1 and not method(o).on_stream:
+        raise UsageError(f"--cache-views {o.cache_views} {named}: give 0 or 1, it keeps no stream")
     if not re.fullmatch(r"B\d+-C\d+|\d+-tasks", o.protocol):  # before anything is downloaded
         raise UsageError(f"--protocol {o.protocol} is none: give one like B0-C4 or 10-tasks")
     if o.weights is not None and not o.weights.is_file():
@@ -1385,7 +1416,9 @@ def check_settings(o: Options, given: Collection[str]) -> None:
 
 def default_folder(o: Options) -> Path:
     """runs/<name>, where what is changed most often makes the name."""
-    parts = [o.dataset, o.protocol, f"no-{o.ablate}" if o.ablate else ""]
+    parts = [o.dataset, o.method if o.method != "multilane" else ""]
+    parts += [o.protocol if o.method != "joint" else "", f"no-{o.ablate}" if o.ablate else ""]
+    parts += [f"holdout{o.holdout:g}" if o.holdout else ""]
     parts += [f"seed{o.seed}" * (o.seed > 0), f"order{o.order_seed}" * (o.order_seed is not None)]
     return Path("runs") / "-".join(filter(None, parts))
 
