@@ -1211,6 +1211,19 @@ def test_a_task_sees_only_its_own(order_seed):
     assert [t.classes for t in again] == [t.classes for t in tasks]
 
 
+def test_held_out_images_are_taken_from_training_once():
+    toy = toy_benchmark()
+    held = data.hold_out(toy, 0.25, seed=1)
+    parts = [split.images[:, 0, 0, 0].tolist() for split in (held.train, held.test)]
+    assert [len(part) for part in parts] == [45, 15]
+    assert sorted(parts[0] + parts[1]) == list(range(60))  # each once, none of the test images
+    for split, rows in zip((held.train, held.test), parts, strict=True):
+        assert torch.equal(split.labels, toy.train.labels[rows])
+    assert parts[1] == data.hold_out(toy, 0.25, seed=1).test.images[:, 0, 0, 0].tolist()
+    assert parts[1] != data.hold_out(toy, 0.25, seed=2).test.images[:, 0, 0, 0].tolist()
+    assert "15 held-out training images" in held.notes[0]
+
+
 def test_a_task_without_images_is_refused():
     toy = toy_benchmark()
     toy.train.labels[:, 2:4] = False
@@ -1907,8 +1920,7 @@ def bits(path):
 
 def numbers(run):
     """All that a run came to, but for times."""
-    # (the order of a safetensors file's metadata is random: the tensors are compared)
-    found = {path.name: bits(path) for path in sorted(run.glob("lane-*"))}
+    found = {path.name: path.read_bytes() for path in sorted(run.glob("lane-*"))}
     assert found
     lines = (run / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
@@ -2037,6 +2049,49 @@ def test_lanes_can_be_trained_on_kept_streams(small, tmp_path, capsys):
     assert any((p - three[name]).abs().max() > 2e-2 for name, p in kept.items())
 
 
+def test_the_kept_stream_of_the_test_images_changes_no_bit(small, tmp_path, capsys, monkeypatch):
+    runs, passes, stream = [], [], MultiLane.stream
+
+    def counted(model, images):
+        passes.append(len(images))
+        return stream(model, images)
+
+    monkeypatch.setattr(MultiLane, "stream", counted)
+    for room in (1.5, 1e9):  # MB that are free for the test images, of which 1 is needed
+        free = {np.float16: 1e9, np.float32: room}
+        with monkeypatch.context() as patch:
+            patch.setattr(train, "disk_room", lambda shape, dtype, o, free=free: (1, free[dtype]))
+            words = [*flags(small, **{"cache-views": 1}), "--run", str(tmp_path / str(room))]
+            assert train.main(words) == 0
+        told = capsys.readouterr().out
+        assert ("the ViT runs over them after every task" in told) == (room == 1.5)
+        runs.append((numbers(tmp_path / str(room)), sum(passes)))
+        passes.clear()
+    assert runs[0][0] == runs[1][0]
+    assert runs[0][1] == runs[1][1] + 20  # the second task's test cost no ViT
+    assert train.main(["--eval", str(tmp_path / str(room))]) == 0
+    assert "the same digits" in capsys.readouterr().out
+
+
+def test_scores_can_be_taken_on_held_out_training_images(small, tmp_path):
+    run = tmp_path / "run"
+    assert train.main([*flags(small, holdout=0.3), "--run", str(run)]) == 0
+    results = json.loads((run / "results.json").read_text())
+    assert results["after_task"][-1]["test_images"] == 6
+    assert "6 held-out training images" in (run / "report.md").read_text()
+    assert train.main(["--eval", str(run)]) == 0
+
+
+def test_check_data_opens_every_image_before_training(small, tmp_path, capsys):
+    root, run = make_voc(tmp_path, 20, 20), tmp_path / "run"
+    words = [*flags(small, epochs=1, **{"data-dir": tmp_path}), "--check-data", "--run", str(run)]
+    (root / "JPEGImages" / "000113.jpg").write_text("no image")  # of the test images
+    assert train.main(words) == 2 and "000113.jpg" in sentence(capsys) and not run.exists()
+    shutil.copy(root / "JPEGImages" / "000001.jpg", root / "JPEGImages" / "000113.jpg")
+    assert train.main(words) == 0
+    assert "40 image files can be read" in capsys.readouterr().out
+
+
 def test_kept_streams_need_room(small, tmp_path, capsys, monkeypatch):
     usage = train.shutil.disk_usage(tmp_path)._replace(free=10_000)
     monkeypatch.setattr(train.shutil, "disk_usage", lambda folder: usage)
@@ -2073,7 +2128,9 @@ def test_ablations_run_and_score_again(small, tmp_path, ablation, capsys):
     assert "the same digits" in capsys.readouterr().out
     assert (run / "heatmaps.png").exists() == (ablation != "selectors")
     report = (run / "report.md").read_text()
-    assert ("all lanes ran" if ablation == "pathways" else "only the new lane ran") in report
+    assert (
+        "all were tested again" if ablation == "pathways" else "only the new lane ran"
+    ) in report
 
 
 def test_one_pathway_trains_the_keys_with_and_without_kept_streams(small, tmp_path):
@@ -2098,6 +2155,27 @@ def test_fresh_start_bf16_and_other_settings_reach_the_training(voc_run, small, 
         assert after["lane-02.safetensors"] != before["lane-02.safetensors"]
         cold = "no-warm-start" in more  # it matters from the second lane on
         assert (after["lane-01.safetensors"] == before["lane-01.safetensors"]) == cold
+
+
+def test_compiled_training_agrees(small, tmp_path, monkeypatch):
+    compiled = []
+
+    def compile_quickly(function):  # the same capture, without C++ being built
+        compiled.append(function)
+        return whole(function, backend="eager")
+
+    whole = torch.compile
+    monkeypatch.setattr(torch, "compile", compile_quickly)
+    for views in (0, 1):
+        lanes = []
+        for more in ({}, {"compile": True}):
+            run = tmp_path / f"{views}{len(more)}"
+            words = flags(small, epochs=1, lr=0.1, **{"cache-views": views, **more})
+            assert train.main([*words, "--run", str(run)]) == 0
+            lanes.append(load_file(run / "lane-02.safetensors"))
+        for name, p in lanes[0].items():
+            assert (p - lanes[1][name]).abs().max() < 1e-3
+    assert compiled == [train.lane_logits] * 4  # two lanes, twice
 
 
 def test_glyphs_end_to_end_on_a_few_scenes(small, tmp_path, capsys, monkeypatch):
@@ -2441,6 +2519,7 @@ def test_dry_run_goes_through_everything_and_leaves_nothing(small, tmp_path, cap
         ("--predict {small}/none.jpg --run {voc}", "none.jpg (--predict) cannot be read"),
         ("--predict a.jpg --run {voc} --seed 3", "--seed does nothing with --predict"),
         ("--dataset voc --data-dir {small} --protocol B0-C7", "do not divide"),
+        ("--holdout 0.95", "0.95 is not above 0 and up to 0.9"),
     ],
 )
 def test_bad_usage_is_one_sentence_and_exit_code_2(

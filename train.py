@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -394,49 +395,72 @@ def autocast(o: Options) -> torch.autocast:
 
 
 class Kept(NamedTuple):
-    """The frozen stream of this process's training images: image i of process i % world."""
+    """The frozen stream of the images of this process."""
 
-    g: np.memmap  # float16 [K,n,L,N,D]
+    g: np.ndarray  # mapped from the disk, [K,n,L,N,D]
     cls: Tensor  # [K,n,D]
     seconds: float  # that it took to make
 
 
-def keep_stream(model: MultiLane, task: Task, views: Sequence[Callable], o: Options) -> Kept:
-    """Run the frozen ViT over a task's views once and keep what lanes read of it, on disk.
+def stream_shape(model: MultiLane, views: int, images: int) -> tuple[int, ...]:
+    """[K,n,L,N,D]"""
+    vit = model.backbone
+    tokens = vit.patch_embed.num_patches + vit.num_prefix_tokens
+    return (views, images, len(vit.blocks), tokens, vit.embed_dim)
+
+
+def disk_room(shape: Sequence[int], dtype: type, o: Options) -> tuple[float, float]:
+    """What the processes of this machine will keep in all, and what is free, in MB."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    size = math.prod(shape) * np.dtype(dtype).itemsize * here
+    return size / 1e6, shutil.disk_usage(o.cache_dir or o.folder).free / 1e6
+
+
+def keep_stream(
+    model: MultiLane, shape: Sequence[int], dtype: type, epochs: Sequence[Iterable], o: Options
+) -> Kept:
+    """Run the frozen ViT over batches of images, an epoch for each view, and keep what lanes read.
 
     The file has no name: the system removes it with the process, however that ends.
     """
-    (rank, world), vit, started = rank_and_world(), model.backbone, time.perf_counter()
-    mine = len(range(rank, len(task.train), world))
-    tokens = vit.patch_embed.num_patches + vit.num_prefix_tokens
-    shape = (o.cache_views, mine, len(vit.blocks), tokens, vit.embed_dim)  # [K,n,L,N,D]
-    folder, here = o.cache_dir or o.folder, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    size, room = 2 * math.prod(shape) * here, shutil.disk_usage(folder).free
-    announce = f"the frozen stream of task {task.index + 1} takes {size / 1e6:,.0f} MB in {folder}"
+    started, cls = time.perf_counter(), []
+    file = tempfile.TemporaryFile(dir=o.cache_dir or o.folder)  # noqa: SIM115, it lives with g
+    with progress("frozen stream", shape[0] * shape[1]) as bar:
+        for images, *_ in (batch for epoch in epochs for batch in epoch):
+            with autocast(o):
+                g, frozen = model.stream(images.to(o.where))  # [L,B,N,D], [B,D]
+            g = g.transpose(0, 1).float().cpu().numpy()  # [B,L,N,D]
+            file.write(np.ascontiguousarray(g, dtype))
+            cls.append(frozen.float().cpu())
+            bar.update(len(images))
+    file.flush()
+    g = np.memmap(file, dtype, "r", shape=shape) if shape[1] else np.zeros(shape, dtype)
+    cls = torch.cat([torch.zeros(0, shape[-1]), *cls]).view(*shape[:2], -1)
+    return Kept(g, cls, time.perf_counter() - started)
+
+
+def keep_training(model: MultiLane, task: Task, views: Sequence[Callable], o: Options) -> Kept:
+    """The kept stream of a task's training images: image i is with process i % world."""
+    rank, world = rank_and_world()
+    shape = stream_shape(model, o.cache_views, len(range(rank, len(task.train), world)))
+    size, room = disk_room(shape, np.float16, o)
+    told = f"the frozen stream of task {task.index + 1} takes {size:,.0f} MB in "
+    told += str(o.cache_dir or o.folder)
     if size > room:
         raise RunError(
-            f"{announce}, where {room / 1e6:,.0f} MB are free: make room, give another "
-            "--cache-dir, or train with --cache-views 0 in another --run"
+            f"{told}, where {room:,.0f} MB are free: make room, give another --cache-dir, or "
+            "train with --cache-views 0 in another --run"
         )
-    say(f"    {announce}")
-    file, cls = tempfile.TemporaryFile(dir=folder), []  # noqa: SIM115, it lives with g
+    say(f"    {told}")
     # One view is the centre as in testing; several are drawn like the views of an epoch each.
-    transform = views[1] if o.cache_views == 1 else views[0]
-    options = {"seed": item_seed(o.seed, task.index), "workers": o.workers, "rank": rank}
-    options |= {"world": world, "where": f"task {task.index + 1}, training"}
-    with progress("frozen stream", o.cache_views * mine) as bar:
-        for view in range(o.cache_views):
-            batches = (task.train, transform, TEST_BATCH * world)
-            for images, _, _ in data.load_batches(*batches, epoch=view, **options):
-                with autocast(o):
-                    g, frozen = model.stream(images.to(o.where))  # [L,B,N,D], [B,D]
-                file.write(g.transpose(0, 1).half().cpu().contiguous().numpy())
-                cls.append(frozen.float().cpu())
-                bar.update(len(images))
-    file.flush()
-    g = np.memmap(file, np.float16, "r", shape=shape) if mine else np.zeros(shape, np.float16)
-    cls = torch.cat(cls) if cls else torch.zeros(0, vit.embed_dim)
-    return Kept(g, cls.view(*shape[:2], -1), time.perf_counter() - started)
+    transform, where = views[o.cache_views == 1], f"task {task.index + 1}, training"
+    options = {"seed": item_seed(o.seed, task.index), "workers": o.workers, "where": where}
+    options |= {"rank": rank, "world": world}
+    epochs = [
+        data.load_batches(task.train, transform, TEST_BATCH * world, epoch=view, **options)
+        for view in range(o.cache_views)
+    ]
+    return keep_stream(model, shape, np.float16, epochs, o)
 
 
 def kept_batches(kept: Kept, task: Task, o: Options, epoch: int) -> Iterator:
@@ -614,7 +638,7 @@ def train_lane(model: MultiLane, task: Task, state: State, o: Options) -> None:
         restore(model, lane, optimizer, state.tensors)
     if o.cache_views and method(o).on_stream and state.epoch < o.epochs:
         times["unkept_epoch"] = unkept_seconds(model, lane, task, views[0], o)
-        kept = keep_stream(model, task, views, o)
+        kept = keep_training(model, task, views, o)
         times["keeping"] = kept.seconds
     with progress(f"task {lane + 1}", o.epochs * images, state.epoch * images) as bar:
         for epoch in range(state.epoch, o.epochs):
@@ -654,31 +678,61 @@ def progress(name: str, total: int, done: int = 0) -> tqdm:
 # 8. Scoring
 
 
-@torch.no_grad()
-def test_logits(model: MultiLane, split: Split, lanes: Sequence[int | None], o: Options) -> Tensor:
-    """The logits of some lanes on a split [n,C], for all processes; lane None is all as one.
+class TestImages:
+    """The test images of a run: whole batches of them go to the processes in turn."""
 
-    Whole batches go to the processes in turn, and lanes run one by one over the frozen stream: so
-    every number is computed in the same way, whoever computes it and whatever else is asked for.
+    def __init__(self, split: Split, model: MultiLane, o: Options):
+        rank, world = rank_and_world()
+        rows = torch.arange(len(split))
+        self.rows = rows[rows // TEST_BATCH % world == rank]  # of this process
+        self.count, self.o, self.kept = len(split), o, None
+        self.part = split.take(self.rows, range(split.labels.shape[1]))
+        self.view = make_views(o, model.backbone)[1]
+
+    def images(self) -> Iterable:
+        workers = self.o.workers
+        return data.load_batches(self.part, self.view, TEST_BATCH, workers=workers, where="test")
+
+    def keep(self, model: MultiLane) -> None:
+        """Keep their frozen stream, to the bit, if that takes at most half of the free disk."""
+        shape = stream_shape(model, 1, len(self.rows))
+        size, room = disk_room(shape, np.float32, self.o)
+        told = f"the frozen stream of the test images takes {size:,.0f} MB"
+        if size > room / 2:
+            say(f"    {told}, {room:,.0f} MB are free: the ViT runs over them after every task")
+            return
+        say(f"    {told} in {self.o.cache_dir or self.o.folder}")
+        self.kept = keep_stream(model, shape, np.float32, [self.images()], self.o)
+
+    def batches(self, model: MultiLane) -> Iterator:
+        """What a method reads: g [L,B,N,D] and cls [B,D], or images [B,3,h,w] and None."""
+        if self.kept:
+            for rows in torch.arange(len(self.rows)).split(TEST_BATCH):
+                g = torch.from_numpy(self.kept.g[0, rows.numpy()])  # [B,L,N,D]
+                yield g.transpose(0, 1).to(self.o.where), self.kept.cls[0, rows].to(self.o.where)
+        else:
+            for images, *_ in self.images():
+                images = images.to(self.o.where)
+                yield model.stream(images) if method(self.o).on_stream else (images, None)
+
+
+@torch.no_grad()
+def test_logits(model: MultiLane, test: TestImages, lanes: Sequence[int | None]) -> Tensor:
+    """The logits of some lanes on all test images [n,C], for all processes; None: all lanes as one.
+
+    Lanes run one by one over the frozen stream: so every number is computed in the same way,
+    whoever computes it and whatever else is asked for.
     """
-    rank, world = rank_and_world()
-    rows = torch.arange(len(split))
-    mine = rows[rows // TEST_BATCH % world == rank]
+    parts = [torch.zeros(0)]
+    with progress("testing", len(test.rows)) as bar, autocast(test.o):
+        for inputs, cls in test.batches(model):
+            run = model if cls is None else partial(model.forward_stream, cls=cls)
+            parts.append(torch.cat([run(inputs, lane=t).float() for t in lanes], 1))  # [B,C]
+            bar.update(len(parts[-1]))
     widths = [len(model.classes) if t is None else len(model.lanes[t].classes) for t in lanes]
-    logits = torch.zeros(len(split), sum(widths), device=o.where)
-    part, view = split.take(mine, range(split.labels.shape[1])), make_views(o, model.backbone)[1]
-    batches = data.load_batches(part, view, TEST_BATCH, workers=o.workers, where="test")
-    with progress("testing", len(mine)) as bar:
-        for images, _, index in batches:
-            images = images.to(o.where)
-            with autocast(o):
-                if method(o).on_stream:
-                    g, cls = model.stream(images)  # [L,B,N,D], [B,D]
-                    parts = [model.forward_stream(g, cls, lane=t).float() for t in lanes]
-                else:
-                    parts = [model(images, lane=t).float() for t in lanes]
-            logits[mine[index].to(o.where)] = torch.cat(parts, 1)  # [B,C]
-            bar.update(len(images))
+    logits = torch.zeros(test.count, sum(widths), device=test.o.where)
+    if len(test.rows):
+        logits[test.rows.to(test.o.where)] = torch.cat(parts[1:])
     add_up([logits])
     return logits.cpu()
 
@@ -862,8 +916,8 @@ def run_tasks(model: MultiLane, tasks: Sequence[Task], o: Options) -> State:
     """Train and score the lanes, from wherever the folder's state is."""
     state = share(read_state(o.folder) if is_first() else None)
     files = lane_files(o.folder, len(tasks))
-    kept_logits, test = o.folder / "logits.safetensors", tasks[-1].test
-    logits = torch.zeros(len(test), 0)  # [n,C] of finished lanes; the first process needs them
+    kept_logits, test = o.folder / "logits.safetensors", TestImages(tasks[-1].test, model, o)
+    logits = torch.zeros(test.count, 0)  # [n,C] of finished lanes; the first process needs them
     if state.records:
         say(f"resuming after {state.task} tasks and {state.epoch} epochs")
     if state.records and is_first():
@@ -876,6 +930,7 @@ def run_tasks(model: MultiLane, tasks: Sequence[Task], o: Options) -> State:
         model.add_lane(task.classes)
     for p in model.lanes.parameters() if dist.is_initialized() else ():
         dist.broadcast(p.data, 0)
+    keep_test = o.cache_views and method(o).on_stream and len(tasks) - state.task > 1
     for task in tasks[state.task :]:
         names = ", ".join(task.classes)
         say(f"task {task.index + 1}/{len(tasks)}: {len(task.train):,} training images of {names}")
@@ -883,10 +938,13 @@ def run_tasks(model: MultiLane, tasks: Sequence[Task], o: Options) -> State:
         lane = model.add_lane(task.classes, o.warm_start)
         train_lane(model, task, state, o)
         started = time.perf_counter()
+        if keep_test:
+            test.keep(model)
+            keep_test = False
         if method(o).independent:
-            logits = torch.cat([logits, test_logits(model, test, [lane], o)], 1)
+            logits = torch.cat([logits, test_logits(model, test, [lane])], 1)
         else:  # training may have changed what is said of the old classes: all is computed anew
-            logits = test_logits(model, test, [None], o)
+            logits = test_logits(model, test, [None])
         if is_first():
             scores = score(logits, task, tasks, o)
             write_whole(kept_logits, save({"logits": logits}))
@@ -1065,13 +1123,12 @@ def write_report(
         average, final = PAPER[o.dataset, o.protocol]
         notes.append(f"The paper's final {name}: {final}.")
         notes += [f"The paper's Avg. {name}: {average}."] * (average is not None)
-    ran = (
-        "A lane never changes once it is trained, so after each task only the new lane ran on the\n"
-    )
-    ran += "test images: the older lanes' logits were kept."
+    ran = """\
+A lane never changes once it is trained, so after each task only the new lane ran on the test
+images: the older lanes' logits were kept."""
     if not method(o).independent:
-        ran = "A new task may change what is said of older classes, so after each task all of them "
-        ran += "were\ntested again."
+        ran = """\
+A new task may change what is said of older classes, so after each task all were tested again."""
     selectors = "There are no selectors."
     if has_selectors(o):
         draw_heatmaps(model, tasks, o)
@@ -1083,15 +1140,12 @@ that have none; a row has one colour scale.
 
 ![selector heatmaps](heatmaps.png)"""
     seconds = f"Training and testing took {results['time']['seconds']:.0f} s."
-    if o.cache_views:
-        epoch = {
-            r["task"]: r["time"]["unkept_epoch"] for r in records if "unkept_epoch" in r["time"]
-        }
+    if o.cache_views and method(o).on_stream:
+        unkept = {r["task"]: x for r in records if (x := r["time"].get("unkept_epoch"))}
         keeping = sum(r["time"].get("keeping", 0) for r in records)
-        seconds += (
-            f" {keeping:.0f} s of it were for keeping frozen streams; {o.epochs} epochs without"
-        )
-        seconds += f"\nthem would have taken about {o.epochs * sum(epoch.values()):.0f} s."
+        seconds += f"""
+{keeping:.0f} s of it were for keeping frozen streams of training images; {o.epochs} epochs without
+them would have taken about {o.epochs * sum(unkept.values()):.0f} s."""
     columns, average = main_scores(after[-1]), results[f"average_{name}"]
     by_step = [
         [x["task"], x["classes"], x["test_images"], *(cell(x[key]) for key in columns)]
@@ -1174,14 +1228,14 @@ def evaluate(explicit: dict, folder: Path) -> None:
         raise UsageError(f"{folder} is not finished: train with --resume --run {folder}") from None
     benchmark, tasks = load_tasks(o)
     check_same(saved, model, benchmark, folder)
-    test, after, name = tasks[-1].test, [], metric(o)
+    test, after, name = TestImages(tasks[-1].test, model, o), [], metric(o)
     if method(o).independent:
-        logits = test_logits(model, test, range(len(tasks)), o)
+        logits = test_logits(model, test, range(len(tasks)))
     for task in tasks:
         if not method(o).independent:  # as it was then
             until = type(model)(model.backbone, model.config)
             until.load_lanes(lane_files(folder, task.index + 1))
-            logits = test_logits(until, test, [None], o)
+            logits = test_logits(until, test, [None])
         after.append(score(logits, task, tasks, o))
         tell_scores(after[-1])
     results = final_results(after, model, o)
@@ -1342,10 +1396,8 @@ def make_parser(dataset: str) -> argparse.ArgumentParser:
     add("--normalize", text="pixels by the backbone's mean and std", **yes_no)
     add("--crop-scale", text="least part of an image in a training view", type=between(0, 1))
     add("--flip", text="half of the training views", **yes_no)
-    text = (
-        "keep the frozen stream of so many fixed views of each training image on disk, and train "
-    )
-    text += "on that; 1: the centre, not augmented; 0: new views in every epoch"
+    text = """keep the frozen stream of so many fixed views of each training image on disk, and
+        train on that; 1: the centre, not augmented; 0: new views in every epoch"""
     add("--cache-views", text=text, type=at_least(0))
     add("--cache-dir", text="where to keep it, instead of the run's folder", **path)
     add("--warm-start", text="selectors and prompts start from the lane before", **yes_no)
