@@ -2118,12 +2118,13 @@ def test_single_label_end_to_end(small, tmp_path, capsys):
 @pytest.mark.parametrize("ablation", list(train.ABLATIONS))
 def test_ablations_run_and_score_again(small, tmp_path, ablation, capsys):
     run = tmp_path / "run"
-    more = {"selectors": None} if ablation == "selectors" else {}
+    more = {"selectors": None, "merged-tokens": 12} if ablation == "selectors" else {}
     more |= {"cache-views": 1} if ablation == "pathways" else {}
     assert train.main([*flags(small, ablate=ablation, **more), "--run", str(run)]) == 0
     _, _, model = train.open_run(run, {"where": torch.device("cpu")})
     for name, value in train.ABLATIONS[ablation].items():
         assert getattr(model.config, name) == value
+    assert model.config.merged_tokens == more.get("merged-tokens", 30)
     assert train.main(["--eval", str(run)]) == 0
     assert "the same digits" in capsys.readouterr().out
     assert (run / "heatmaps.png").exists() == (ablation != "selectors")
@@ -2507,6 +2508,7 @@ def test_dry_run_goes_through_everything_and_leaves_nothing(small, tmp_path, cap
         ("--cache-dir x --cache-views 0", "--cache-dir does nothing without --cache-views"),
         ("--crop-scale 0.2", "--crop-scale does nothing with --cache-views 1"),
         ("--ablate selectors --selectors 3", "--selectors does nothing"),
+        ("--merged-tokens 3", "--merged-tokens does nothing without --ablate selectors"),
         ("--prompts 0 --prompt-blocks 2", "--prompt-blocks does nothing with --prompts 0"),
         ("--prompt-blocks 0 --prompts 3", "--prompts does nothing"),
         ("--dataset cifar100 --threshold 0.5", "--threshold does nothing with cifar100"),

@@ -124,9 +124,9 @@ ABLATIONS = {  # of the paper: each takes one idea away
     "selectors": {"token_merging": True},
 }
 COMMON = {  # the same for every data set
-    "method": "multilane", "weights": None, "warm_start": True, "ablate": None, "precision": "fp32", "compile": False,
-    "seed": 0, "order_seed": None, "threshold": 0.8, "data_dir": Path("data"), "device": "auto",
-    "workers": 0, "cache_dir": None, "holdout": None,
+    "method": "multilane", "weights": None, "warm_start": True, "ablate": None, "merged_tokens": 30,
+    "precision": "fp32", "compile": False, "seed": 0, "order_seed": None, "threshold": 0.8,
+    "data_dir": Path("data"), "device": "auto", "workers": 0, "cache_dir": None, "holdout": None,
 }  # fmt: skip
 # What may change from a run to its continuation: it says where things are, not what they are.
 PLACES = ("weights", "data_dir", "cache_dir", "workers", "device")
@@ -335,9 +335,10 @@ def has_selectors(o: Options) -> bool:
 
 def build_model(o: Options) -> MultiLane:
     """The frozen ViT without lanes yet."""
-    config = LaneConfig(
-        o.selectors, o.prompts, o.prompt_blocks, **ABLATIONS[o.ablate] if o.ablate else {}
-    )
+    ablated = ABLATIONS[o.ablate] if o.ablate else {}
+    if o.ablate == "selectors":
+        ablated = ablated | {"merged_tokens": o.merged_tokens}
+    config = LaneConfig(o.selectors, o.prompts, o.prompt_blocks, **ablated)
     try:
         return method(o).model(load_vit(o.backbone, o.weights), config).to(o.where)
     except (ValueError, OSError, SafetensorError) as error:
@@ -1402,6 +1403,7 @@ def make_parser(dataset: str) -> argparse.ArgumentParser:
     add("--cache-dir", text="where to keep it, instead of the run's folder", **path)
     add("--warm-start", text="selectors and prompts start from the lane before", **yes_no)
     add("--ablate", text="take one idea away; selectors: Token Merging", choices=ABLATIONS)
+    add("--merged-tokens", text="that Token Merging leaves at most", type=at_least(1))
     add("--threshold", text="of --predict, and of CF1, OF1 besides 0.8", type=between(0, 1))
     add("--seed", text="of everything random", type=at_least(0))
     group = parser.add_argument_group("this machine")
@@ -1448,6 +1450,7 @@ def check_settings(o: Options, given: Collection[str]) -> None:
         ("flip", o.cache_views == 1, "with --cache-views 1, which takes the centre"),
         ("cache_dir", o.cache_views == 0, "without --cache-views"),
         ("selectors", o.ablate == "selectors", "with --ablate selectors: Token Merging has none"),
+        ("merged_tokens", o.ablate != "selectors", "without --ablate selectors"),
         ("prompt_blocks", o.prompts == 0, "with --prompts 0"),
         ("prompts", o.prompt_blocks == 0, "with --prompt-blocks 0"),
         ("threshold", o.dataset in SINGLE_LABEL, f"with {o.dataset}: its images have one label"),
