@@ -166,7 +166,7 @@ class FineTune(Baseline):
 
 
 class Naive(MultiLane):
-    """Multiple pathways without summaries (the paper's Table 5): T tasks are T passes of the ViT.
+    """The paper's "naive multiple pathways", without summaries: T tasks are T passes of the ViT.
 
     A task has the prompts and the head of a lane, but in place of summaries it has the image's
     own tokens, which run through all blocks under its prompts. What it says never changes.
@@ -200,7 +200,7 @@ class L2P(Prompted):
 
     shared = ("pool", "keys")
     pool_size, length, chosen = 10, 5, 5  # M, L_p, N of the paper
-    key_weight = 0.5  # lambda of its equation 5
+    key_weight = 0.5  # lambda
 
     def _new_lane(self, classes: Sequence[str]) -> nn.Module:
         D, M = self.backbone.embed_dim, self.pool_size
@@ -209,14 +209,14 @@ class L2P(Prompted):
 
     def _features(self, x: Tensor, query: Tensor, lane: int | None) -> Tensor:
         shared = self.lanes[-1]
-        # Equation 3: the N keys nearest to the query. They are not told which task it is.
+        # K_x = argmin over N keys of sum_i gamma(q(x), k_i): nobody tells the task, not even here.
         best = likeness(query, shared.keys).topk(self.chosen).indices  # [B,chosen]
         prompts = shared.pool[best].flatten(1, 2).to(x)  # [B,chosen*length,D]
         x = run_blocks(self.backbone, torch.cat([prompts, x], 1))  # [B,chosen*length+N,D]
         return final_norm(self.backbone, x[:, : prompts.shape[1]]).mean(1)
 
     def key_loss(self, cls: Tensor, lane: int) -> Tensor:
-        """Equation 5: pulls the chosen keys to their queries cls [B,D]."""
+        """lambda sum_i gamma(q(x), k_i) over the chosen keys: pulls them to the queries cls [B,D]."""
         nearest = likeness(cls, self._lane(lane).keys).topk(self.chosen).values  # [B,chosen]
         return -self.key_weight * nearest.sum(1).mean()
 
@@ -251,12 +251,12 @@ class DualPrompt(Prompted):
         return [*general, *expert.permute(1, 2, 0, 3, 4, 5)]
 
     def key_loss(self, cls: Tensor, lane: int) -> Tensor:
-        """Its equation 5: pulls the task's key to the queries cls [B,D] of the task's images."""
+        """gamma(q(x), k_t): pulls the task's key to the queries cls [B,D] of the task's images."""
         return -likeness(cls, self._lane(lane).key[None]).mean()
 
 
 def orthogonality(rows: Tensor) -> Tensor:
-    """How far rows [..., M, D] are from orthonormal: the mean square of (rows rows^T - I)."""
+    """L(B) of CODA-P: how far rows [...,M,D] are from orthonormal, the mean square of B B^T - I."""
     return (rows @ rows.mT - torch.eye(rows.shape[-2]).to(rows)).square().mean()
 
 
@@ -270,7 +270,7 @@ class CodaPrompt(Prompted):
     """
 
     blocks, length, components = 5, 8, 10
-    orthogonal_weight = 0.1  # lambda of its equation 7
+    orthogonal_weight = 0.1  # lambda
 
     def _new_lane(self, classes: Sequence[str]) -> nn.Module:
         D, M, shape = self.backbone.embed_dim, self.components, self._prefix_shape(self.length)
@@ -295,13 +295,14 @@ class CodaPrompt(Prompted):
     def _prefixes(self, query: Tensor, lane: int | None) -> Sequence[Tensor]:
         prefixes = []
         for P, K, A in zip(*self._components(lane), strict=True):  # a block at a time
-            # Equations 4 to 6: A says which features of the query matter to a component.
+            # alpha = gamma(q(x) * A, K): A says which features of the query a component minds.
             alpha = F.cosine_similarity(query[:, None] * A, K, dim=-1)  # [B,M]
+            # p = sum_m alpha_m P_m
             prefixes.append(torch.einsum("bm,mkphd->kbphd", alpha, P))  # [2,B,P,H,d]
         return prefixes
 
     def key_loss(self, cls: Tensor, lane: int) -> Tensor:
-        """Equation 7: components, keys and attention vectors of all tasks orthogonal, by block."""
+        """lambda (L(P) + L(K) + L(A)): each block's components do not repeat each other."""
         loss = sum(orthogonality(rows.flatten(2)) for rows in self._components(lane))
         return self.orthogonal_weight * loss
 
