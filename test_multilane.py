@@ -2794,7 +2794,8 @@ def test_fine_tuning_forgets_and_lanes_do_not(small, tmp_path, monkeypatch):
     found = {}
     for name in ("multilane", "finetune"):
         run = tmp_path / name
-        words = ["--method", name, "--epochs", "8", "--data-dir", str(small), "--run", str(run)]
+        words = ["--method", name, "--epochs", "8", "--lr", "1"]
+        words += ["--data-dir", str(small), "--run", str(run)]
         assert train.main(words) == 0
         found[name] = json.loads((run / "results.json").read_text())
     first = [results["after_task"][0]["mAP"] for results in found.values()]
