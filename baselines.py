@@ -17,6 +17,7 @@ which prompts the second pass gets. An image with classes of several tasks has b
 that is what MULTI-LANE does away with.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from os import PathLike
 from typing import NamedTuple
@@ -87,6 +88,8 @@ def run_blocks(vit: nn.Module, x: Tensor, prefixes: Sequence[Tensor] = ()) -> Te
     Prefix tuning: prefixes[l] [2,B,P,H,d] ([2,1,P,H,d]: the same for all images) goes before the
     keys and the values of block l. The blocks that are left have none.
     """
+    if len(prefixes) > len(vit.blocks):
+        raise ValueError(f"Prompts for {len(prefixes)} blocks: the ViT has only {len(vit.blocks)}.")
     for index, block in enumerate(vit.blocks):
         q, k, v = project(block.attn, block.norm1(x))  # [B,M,H,d]
         if index < len(prefixes):
@@ -122,8 +125,9 @@ class Prompted(Baseline):
 
     def _prefix_shape(self, length: int) -> tuple[int, ...]:
         """A prompt of this length, half before the keys and half before the values."""
-        H, D = self.backbone.blocks[0].attn.num_heads, self.backbone.embed_dim
-        return 2, length // 2, H, D // H  # [2,P,H,d]
+        attn = self.backbone.blocks[0].attn
+        width, H = attn.qkv.out_features // 3, attn.num_heads
+        return 2, length // 2, H, width // H  # [2,P,H,d]
 
 
 def likeness(query: Tensor, keys: Tensor) -> Tensor:
@@ -275,7 +279,7 @@ class CodaPrompt(Prompted):
     def _new_lane(self, classes: Sequence[str]) -> nn.Module:
         D, M, shape = self.backbone.embed_dim, self.components, self._prefix_shape(self.length)
         start = {}
-        for name, width in (("prompts", D * self.length), ("keys", D), ("attention", D)):
+        for name, width in (("prompts", math.prod(shape)), ("keys", D), ("attention", D)):
             start[name] = torch.stack(
                 [nn.init.orthogonal_(torch.empty(M, width)) for _ in range(self.blocks)]
             )  # [blocks,M,width]

@@ -2627,6 +2627,14 @@ def test_coda_prompt_sums_all_components_by_their_weights():
     assert_close(model(images, lane=1), F.linear(c, head.weight, head.bias))
 
 
+def test_prompts_for_blocks_that_are_not_there_are_refused():
+    for name in ("dualprompt", "coda-p"):
+        model = baselines.METHODS[name].model(small_vit(depth=4), LaneConfig(prompt_blocks=2))
+        model.add_lane(["a"])
+        with pytest.raises(ValueError, match="5 blocks: the ViT has only 4"):
+            model(pictures())
+
+
 def test_coda_prompt_trains_only_a_tasks_own_components():
     model, images = small_method("coda-p"), pictures()
     logits, query = model(images, lane=2, return_cls=True)
