@@ -33,6 +33,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision.transforms import v2
 
+import baselines
 import data
 import multilane
 import train
@@ -2547,3 +2548,383 @@ def test_an_unreadable_image_is_one_sentence_with_workers_too(small, tmp_path, c
         assert train.main([*words, "--run", str(run)]) == 2
         told = sentence(capsys)
         assert told.startswith("train.py: error: ") and "000003.jpg (task 1, training)" in told
+
+
+# ---------------------------------------------------------------------------------------------
+# Baselines: what makes each method that method
+
+METHODS = [name for name in baselines.METHODS if name != "joint"]  # which is multilane's model
+
+
+def small_method(name, tasks=3, seed=0, **config):
+    """A small ViT with the five blocks that the prompt methods need, and tasks of 4 classes."""
+    config = LaneConfig(**{"selectors": 4, "prompts": 5, "prompt_blocks": 2, **config})
+    model = baselines.METHODS[name].model(small_vit(seed, depth=5), config)
+    torch.manual_seed(seed + 1)
+    for t in range(tasks):
+        model.add_lane([f"class {t}.{i}" for i in range(4)])
+        randomize(model.lanes[t], 0.5)
+    return model.eval()
+
+
+def frozen_cls(model, images):
+    with torch.no_grad():
+        return model.backbone.forward_features(images)[:, 0]  # by timm
+
+
+def by_hand(vit, images, prefixes):
+    """[CLS] after the final norm, one image at a time; prefixes(image, block) [2,H,P,d] or None."""
+    found = []
+    for index, image in enumerate(images):
+        x = multilane.embed(vit, image[None])
+        for number, block in enumerate(vit.blocks):
+            n = block.norm1(x)
+            x = x + multilane.prefix_attention(block.attn, n, prefixes(index, number))
+            x = x + block.mlp(block.norm2(x))
+        found.append(vit.norm(x[:, 0]))
+    return torch.cat(found)
+
+
+def all_heads(model, c):
+    return torch.cat([F.linear(c, t.head.weight, t.head.bias) for t in model.lanes], 1)
+
+
+def test_probe_is_heads_on_the_plain_cls():
+    model, images = small_method("probe"), pictures()
+    assert_close(model(images), all_heads(model, frozen_cls(model, images)))
+    assert [n for n, _ in model.lanes[0].named_parameters()] == ["head.weight", "head.bias"]
+
+
+def test_naive_is_prefix_tuning_of_the_plain_vit():
+    images = pictures()
+    model = small_method("naive", prompts=0, prompt_blocks=0)
+    assert_close(model(images), all_heads(model, F.normalize(frozen_cls(model, images), dim=-1)))
+    model = small_method("naive")
+    for t, lane in enumerate(model.lanes):
+        c = by_hand(model.backbone, images, lambda _, block, lane=lane: lane.block_prompts(block))
+        mine = F.linear(F.normalize(c, dim=-1), lane.head.weight, lane.head.bias)
+        assert_close(model(images, lane=t), mine)
+        assert_close(model(images)[:, 4 * t : 4 * t + 4], mine)
+    assert all(lane.selectors.numel() == 0 for lane in model.lanes)
+
+
+def test_l2p_puts_the_nearest_prompts_before_the_tokens():
+    model, images = small_method("l2p"), pictures()
+    vit, shared, lengths = model.backbone, model.lanes[0], []
+    query = frozen_cls(model, images)
+    with torch.no_grad():  # keys for what tells the images apart, and two that nobody likes
+        shared.keys[:] = torch.randn(10, 3) @ (query - query.mean(0))
+        shared.keys[8:] = -query.mean(0)
+    likeness = F.normalize(query, dim=1) @ F.normalize(shared.keys, dim=1).T
+    best = likeness.argsort(1, descending=True)[:, :5]  # [B,5]
+    chosen = sorted(set(best.flatten().tolist()))
+    assert 5 < len(chosen) < 10  # images choose differently, and somebody is left out
+    x = torch.cat([shared.pool[best].flatten(1, 2), multilane.embed(vit, images)], 1)
+    c = vit.norm(vit.blocks(x))[:, : 5 * 5].mean(1)
+    hook = vit.blocks[0].norm1.register_forward_hook(lambda _, x, y: lengths.append(y.shape[1]))
+    out = model(images)
+    hook.remove()
+    assert lengths == [17, 17 + 25]  # the query's pass, and the prompted one
+    assert_close(out, all_heads(model, c))
+    # Only what was chosen learns from the labels, and keys learn from the key loss alone.
+    logits, query = model(images, lane=1, return_cls=True)
+    logits.sigmoid().sum().backward()
+    got = shared.pool.grad.abs().amax((1, 2)) > 0
+    assert got.nonzero()[:, 0].tolist() == chosen and shared.keys.grad is None
+    loss = model.key_loss(query, 1)
+    assert loss.item() == pytest.approx(-0.5 * likeness.gather(1, best).sum(1).mean().item(), 1e-5)
+    loss.backward()
+    assert (shared.keys.grad.abs().amax(1) > 0).nonzero()[:, 0].tolist() == chosen
+
+
+def dual_prompt():
+    """Three tasks and four images: image i is task i's by its key, the last one is task 1's."""
+    model, images = small_method("dualprompt"), pictures(4)
+    with torch.no_grad():
+        for lane, query in zip(model.lanes, frozen_cls(model, images[[0, 1, 2]]), strict=True):
+            lane.key.copy_(query)
+        images[3] = images[1]
+    return model, images, [0, 1, 2, 1]
+
+
+def test_dualprompt_has_a_general_prompt_and_the_expert_of_the_nearest_key():
+    model, images, owner = dual_prompt()
+
+    def prefixes(experts):
+        def find(index, block):
+            lane = model.lanes[experts[index]]
+            rows = lane.general[block] if block < 2 else lane.expert[block - 2]  # [2,P,H,d]
+            assert rows.shape[:2] == (2, 3 if block < 2 else 10)
+            return rows.transpose(1, 2)
+
+        return by_hand(model.backbone, images, find)
+
+    assert_close(model(images), all_heads(model, prefixes(owner)))
+    for t, lane in enumerate(model.lanes):  # in training it is the task's own, whatever the keys
+        c = prefixes([t] * 4)
+        assert_close(model(images, lane=t), F.linear(c, lane.head.weight, lane.head.bias))
+
+
+def test_dualprompt_other_experts_do_not_matter():
+    model, images, owner = dual_prompt()
+    before = model(images).detach()
+    for t, lane in enumerate(model.lanes):
+        with torch.no_grad():
+            lane.expert.add_(1)
+            after = model(images)
+            lane.expert.sub_(1)
+        changed = (after - before).abs().amax(1) > 1e-3
+        assert changed.tolist() == [t == o for o in owner]
+    with torch.no_grad():
+        model.lanes[0].general.add_(1)
+    assert ((model(images) - before).abs().amax(1) > 1e-3).all()
+    # Key t is pulled to the queries of task t's images, and no other is.
+    _, query = model(images, lane=1, return_cls=True)
+    loss = model.key_loss(query, 1)
+    cosines = F.normalize(frozen_cls(model, images), dim=1) @ F.normalize(model.lanes[1].key, dim=0)
+    assert loss.item() == pytest.approx(-cosines.mean().item(), 1e-5)
+    loss.backward()
+    assert [lane.key.grad is not None for lane in model.lanes] == [False, True, False]
+
+
+def test_coda_prompt_sums_all_components_by_their_weights():
+    model, images = small_method("coda-p"), pictures()
+    query = frozen_cls(model, images)
+
+    def prefix(index, block, tasks):
+        total = torch.zeros(2, 4, 3, 16)  # length 8: 4 for the keys, 4 for the values
+        for lane in list(model.lanes)[:tasks]:
+            for m in range(10):
+                a, k = lane.attention[block, m], lane.keys[block, m]
+                alpha = F.cosine_similarity(query[index] * a, k, dim=0)
+                total = total + alpha * lane.prompts[block, m]
+        return total.transpose(1, 2)
+
+    c = by_hand(model.backbone, images, lambda index, block: prefix(index, block, 3))
+    assert_close(model(images), all_heads(model, c))
+    # In its training a task sees its own components and the older ones, not the later ones.
+    c = by_hand(model.backbone, images, lambda index, block: prefix(index, block, 2))
+    head = model.lanes[1].head
+    assert_close(model(images, lane=1), F.linear(c, head.weight, head.bias))
+
+
+def test_prompts_for_blocks_that_are_not_there_are_refused():
+    for name in ("dualprompt", "coda-p"):
+        model = baselines.METHODS[name].model(small_vit(depth=4), LaneConfig(prompt_blocks=2))
+        model.add_lane(["a"])
+        with pytest.raises(ValueError, match="5 blocks: the ViT has only 4"):
+            model(pictures())
+
+
+def test_coda_prompt_trains_only_a_tasks_own_components():
+    model, images = small_method("coda-p"), pictures()
+    logits, query = model(images, lane=2, return_cls=True)
+    (logits.sigmoid().sum() + model.key_loss(query, 2)).backward()
+    for t, lane in enumerate(model.lanes):
+        for p in lane.parameters():
+            assert (p.grad is not None and p.grad.abs().max() > 0) == (t == 2)
+
+
+def test_coda_prompt_components_are_kept_orthogonal():
+    rows = nn.init.orthogonal_(torch.empty(6, 20))
+    assert baselines.orthogonality(rows) < 1e-12
+    rows[1] = rows[0]  # two entries of 36 are 1 in place of 0
+    assert baselines.orthogonality(rows).item() == pytest.approx(2 / 36, 1e-4)
+    model = baselines.CodaPrompt(small_vit(depth=5))
+    model.add_lane(["a"])
+    assert model.key_loss(None, 0) < 1e-10
+    model.add_lane(["b"])
+    with torch.no_grad():  # a new task that repeats the old one is what the penalty sees
+        for p, old in zip(model.lanes[1].parameters(), model.lanes[0].parameters(), strict=True):
+            p.copy_(old)
+    # In each of P, K and A, 2 * 10 of 20 * 20 entries are 1 in place of 0.
+    assert model.key_loss(None, 1).item() == pytest.approx(0.1 * 3 * 20 / 400, 1e-4)
+    model.key_loss(None, 1).backward()
+    assert model.lanes[0].keys.grad is None and model.lanes[1].keys.grad.abs().max() > 0
+
+
+def test_baselines_cost_what_the_paper_says():
+    """In passes of a plain ViT-B/16: T for naive pathways; two, by a query, for CODA-P."""
+
+    vit = timm.create_model("vit_base_patch16_224", num_classes=0).to("meta")
+
+    def passes(name):
+        with torch.device("meta"):
+            model = baselines.METHODS[name].model(vit, LaneConfig(10, 20, 5))
+            for t in range(10):
+                model.add_lane([f"{t}.{i}" for i in range(10)])
+            images = torch.empty(1, 3, 224, 224)
+            return count_macs(lambda: model(images)) / count_macs(lambda: vit(images))
+
+    assert passes("probe") == pytest.approx(1, rel=0.001)
+    assert passes("naive") == pytest.approx(10, rel=0.01)
+    assert passes("dualprompt") == pytest.approx(2, rel=0.01)
+    assert passes("coda-p") == pytest.approx(2, rel=0.01)
+    assert passes("l2p") == pytest.approx(1 + 222 / 197, rel=0.01)  # 25 tokens more
+
+
+# ---------------------------------------------------------------------------------------------
+# Baselines: task after task
+
+
+def own_classes(model, images, task=0):
+    """What is said of a task's classes when all tasks are asked [B,4]."""
+    with torch.no_grad():
+        return model(images)[:, 4 * task : 4 * task + 4]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_later_tasks_change_what_is_said_of_old_classes_or_do_not(name):
+    method, images = baselines.METHODS[name], pictures()
+    model = small_method(name, 1)
+    train_lane(model, 0)
+    before, frozen = own_classes(model, images), copy.deepcopy(model.backbone.state_dict())
+    shared = {n: getattr(model.lanes[0], n).clone() for n in getattr(model, "shared", ())}
+    model.add_lane([f"class 1.{i}" for i in range(4)])
+    for part, value in shared.items():  # a new task goes on from what the old ones have learned
+        assert getattr(model.lanes[1], part) is getattr(model.lanes[0], part)
+        assert torch.equal(getattr(model.lanes[1], part), value)
+    old = {n: p.clone() for n, p in model.lanes[0].named_parameters() if n not in shared}
+    train_lane(model, 1)
+    difference = (own_classes(model, images) - before).abs().max()
+    assert difference < 1e-5 if method.independent else difference > 1e-2
+    for part, value in old.items():  # the old task's own parameters, in any case, are left alone
+        assert torch.equal(model.lanes[0].get_parameter(part), value)
+    for part, value in shared.items():
+        learned = part != "keys"  # which learn from the key loss
+        assert torch.equal(getattr(model.lanes[0], part), value) != learned
+    for part, value in frozen.items():
+        assert torch.equal(model.backbone.state_dict()[part], value)
+    assert all(p.grad is None for p in model.backbone.parameters())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_files_of_a_baseline_give_the_model_as_it_was_then(name, tmp_path):
+    model, images, after, paths = small_method(name, 0), pictures(), [], []
+    for t in range(3):
+        model.add_lane([f"class {t}.{i}" for i in range(4)])
+        train_lane(model, t)
+        paths.append(tmp_path / f"{t}.safetensors")
+        model.save_lane(t, paths[t])
+        after.append(model(images).detach())
+    for t in range(3):
+        again = type(model)(model.backbone, model.config)
+        again.load_lanes(paths[: t + 1])
+        assert torch.equal(again(images), after[t])
+    count = sum(p.numel() for p in again.lanes.parameters())
+    assert count == sum(p.numel() for p in model.lanes.parameters())  # shared, so counted once
+    train_lane(again, 2, steps=1)  # and what is shared is shared still
+    assert all(
+        getattr(lane, part) is getattr(again.lanes[0], part)
+        for lane in again.lanes
+        for part in getattr(again, "shared", ())
+    )
+
+
+@pytest.mark.parametrize("name", ["naive", "l2p", "dualprompt", "coda-p"])
+def test_baselines_under_autocast(name):
+    model, images = small_method(name), pictures()
+    exact, query = model(images), None
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(images, lane=2)
+        if baselines.METHODS[name].key_loss:
+            out, query = model(images, lane=2, return_cls=True)
+    assert (out.float() - model(images, lane=2)).abs().max() < 0.1 * exact.abs().max()
+    out.float().sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.lanes.parameters())
+    if query is not None:
+        assert model.key_loss(query.float(), 2).isfinite()
+
+
+# ---------------------------------------------------------------------------------------------
+# Baselines: from the command line
+
+
+def method_flags(small, name, **more):
+    """As `flags`, without those that the method does not have."""
+    known = baselines.METHODS[name].flags
+    useless = {flag.replace("_", "-"): None for flag in baselines.LANE_FLAGS if flag not in known}
+    return flags(small, **{"method": name, "lr": 0.1, **useless, **more})
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "multilane"] + ["joint"])
+def test_baselines_run_resume_and_score_again(name, small, tmp_path, capsys, monkeypatch):
+    words = method_flags(small, name, protocol=None if name == "joint" else "B0-C10")
+    assert train.main([*words, "--run", str(tmp_path / "whole")]) == 0
+    stop_after_writes(monkeypatch, 3 if name == "joint" else 10, KeyboardInterrupt())
+    assert train.main([*words, "--run", str(tmp_path / "cut")]) == 130
+    monkeypatch.undo()
+    capsys.readouterr()
+    assert train.main(["--resume", "--run", str(tmp_path / "cut")]) == 0
+    done = 0 if name == "joint" else 1  # what the first task left in shared state is needed here
+    assert f"resuming after {done} tasks and 1 epochs" in capsys.readouterr().out
+    assert numbers(tmp_path / "cut") == numbers(tmp_path / "whole")
+    assert train.main(["--eval", str(tmp_path / "whole")]) == 0
+    assert "the same digits" in capsys.readouterr().out
+
+
+def test_two_processes_agree_with_one_on_shared_prompts(small, tmp_path, monkeypatch):
+    words = method_flags(small, "dualprompt", batch=7, lr=0.02)
+    assert train.main([*words, "--run", str(tmp_path / "one")]) == 0
+    stop_after_writes(monkeypatch, 10, KeyboardInterrupt())
+    assert train.main([*words, "--run", str(tmp_path / "both")]) == 130
+    monkeypatch.undo()
+    run_many(2, ["--resume", "--run-dir", str(tmp_path / "both")])
+    for path in sorted((tmp_path / "one").glob("lane-*")):
+        other = load_file(tmp_path / "both" / path.name)
+        for key, p in load_file(path).items():
+            assert (p - other[key]).abs().max() < 1e-3
+
+
+def test_fine_tuning_forgets_and_lanes_do_not(small, tmp_path, monkeypatch):
+    """On a few hundred scenes: both know the first task equally well, until the next ones come."""
+    monkeypatch.setattr(data, "GLYPH_TRAIN", 300)
+    monkeypatch.setattr(data, "GLYPH_TEST", 150)
+    found = {}
+    for name in ("multilane", "finetune"):
+        run = tmp_path / name
+        words = ["--method", name, "--epochs", "8", "--lr", "1"]
+        words += ["--data-dir", str(small), "--run", str(run)]
+        assert train.main(words) == 0
+        found[name] = json.loads((run / "results.json").read_text())
+    first = [results["after_task"][0]["mAP"] for results in found.values()]
+    lost = [sum(results["forgetting"]) / 4 for results in found.values()]
+    assert first[0] == first[1] and lost[1] > lost[0] + 5, (first, lost)
+
+
+def test_every_method_has_its_learning_rate(capsys):
+    assert train.METHOD_LR.keys() < baselines.METHODS.keys()
+    for dataset, preset in train.PRESETS.items():
+        for name in baselines.METHODS:
+            rates = train.METHOD_LR.get(name, {})
+            wanted = rates.get(dataset, rates.get("published", preset["lr"]))
+            assert options(dataset=dataset, method=name).lr == wanted
+        assert options(dataset=dataset, method="l2p", lr=7.0).lr == 7.0
+    assert options(dataset="voc", method="coda-p").lr == 0.001
+    assert options(dataset="coco", method="naive").lr == 0.03
+    with pytest.raises(SystemExit):
+        train.main(["--dataset", "voc", "--help"])
+    assert "l2p 0.03, dualprompt 0.005, coda-p 0.001" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    "words, reason",
+    [
+        ("--method cats", "invalid choice: 'cats'"),
+        ("--method l2p --selectors 3", "--selectors does nothing with --method l2p"),
+        ("--method dualprompt --prompts 3", "--prompts does nothing with --method dualprompt"),
+        ("--method coda-p --prompt-blocks 3", "--prompt-blocks does nothing with --method coda-p"),
+        ("--method naive --selectors 3", "--selectors does nothing with --method naive"),
+        ("--method probe --prompts 3", "--prompts does nothing with --method probe"),
+        ("--method l2p --no-warm-start", "--warm-start does nothing with --method l2p"),
+        ("--method finetune --ablate norm", "--ablate does nothing with --method finetune"),
+        ("--method joint --protocol B0-C4", "--protocol does nothing with --method joint"),
+        ("--method naive --cache-dir .", "--cache-dir does nothing with --method naive"),
+        ("--method coda-p --cache-views 2", "--cache-views 2 with --method coda-p"),
+    ],
+)
+def test_flags_that_a_method_does_not_have(words, reason, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert train.main(words.split()) == 2
+    assert reason in sentence(capsys)
+    assert not list(tmp_path.iterdir())
