@@ -34,6 +34,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchvision.transforms import v2
 
 import baselines
+import compare
 import data
 import multilane
 import train
@@ -2892,19 +2893,21 @@ def test_fine_tuning_forgets_and_lanes_do_not(small, tmp_path, monkeypatch):
     assert first[0] == first[1] and lost[1] > lost[0] + 5, (first, lost)
 
 
-def test_every_method_has_its_learning_rate(capsys):
-    assert train.METHOD_LR.keys() < baselines.METHODS.keys()
+def test_methods_have_settings_of_their_own(capsys):
+    assert train.METHOD_PRESETS.keys() < baselines.METHODS.keys()
     for dataset, preset in train.PRESETS.items():
         for name in baselines.METHODS:
-            rates = train.METHOD_LR.get(name, {})
-            wanted = rates.get(dataset, rates.get("published", preset["lr"]))
-            assert options(dataset=dataset, method=name).lr == wanted
+            own = train.METHOD_PRESETS.get(name, {})
+            wanted = preset | own.get("any", {}) | own.get(dataset, {})
+            assert wanted.items() <= vars(options(dataset=dataset, method=name)).items()
         assert options(dataset=dataset, method="l2p", lr=7.0).lr == 7.0
     assert options(dataset="voc", method="coda-p").lr == 0.001
     assert options(dataset="coco", method="naive").lr == 0.03
+    assert options(method="coda-p").epochs == 5 and options().epochs == 20
     with pytest.raises(SystemExit):
-        train.main(["--dataset", "voc", "--help"])
-    assert "l2p 0.03, dualprompt 0.005, coda-p 0.001" in " ".join(capsys.readouterr().out.split())
+        train.main(["--dataset", "voc", "--method", "coda-p", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "defaults of voc and coda-p" in told and "batch/256 (default: 0.001)" in told
 
 
 @pytest.mark.parametrize(
@@ -2928,3 +2931,71 @@ def test_flags_that_a_method_does_not_have(words, reason, tmp_path, capsys, monk
     assert train.main(words.split()) == 2
     assert reason in sentence(capsys)
     assert not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------------------------------------
+# The comparison
+
+
+def test_class_f1_and_frequency_bins_by_hand():
+    probabilities = torch.tensor([[0.9, 0.9, 0.1], [0.85, 0.2, 0.1], [0.1, 0.95, 0.1]])
+    truth = torch.tensor([[1, 1, 0], [0, 1, 0], [1, 1, 1]])
+    # said 2, real 2, right 1; said 2, real 3, right 2; said 0, real 1
+    assert compare.class_f1(probabilities, truth).tolist() == pytest.approx([0.5, 0.8, 0])
+    counts, gains = torch.tensor([50, 3, 20, 7]), torch.tensor([0.1, 0.4, 0.2, 0.6])
+    found = compare.frequency_bins(gains, counts, 2)
+    assert [bin[:2] for bin in found] == [(3, 7), (20, 50)]
+    assert [bin[2] for bin in found] == pytest.approx([0.5, 0.15])
+
+
+def test_spread_is_mean_and_deviation_of_what_is_known():
+    assert compare.spread([80.0, None, 84.0]) == "82.0 ± 2.8"
+    assert compare.spread([80.04]) == "80.0" and compare.spread([None, math.nan]) == "-"
+
+
+def test_the_comparison_is_one_command_and_is_not_repeated(small, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(data, "GLYPH_TRAIN", 100)
+    monkeypatch.setattr(data, "GLYPH_TEST", 60)
+    monkeypatch.setattr(compare, "SELECTORS", (1, 10))
+    monkeypatch.setattr(compare, "MERGED", (4, 30))
+    words = ["--seeds", "0", "1", "--out", str(tmp_path / "out"), "--with", "L2P", "--batch 50"]
+    words += ["--", "--epochs", "1", "--data-dir", str(small), "--protocol", "B0-C10"]
+    words += ["--weights", str(small / "vit.safetensors")]
+    methods = {k: v for k, v in compare.METHODS.items() if "joint" not in k}  # has no protocol
+    monkeypatch.setattr(compare, "METHODS", methods)
+    assert compare.main(words) == 0
+    out = tmp_path / "out"
+    text, numbers = (
+        (out / "comparison.md").read_text(),
+        json.loads((out / "comparison.json").read_text()),
+    )
+    for name in (*methods, *compare.ABLATIONS):
+        results = [json.loads((out / f"{compare.slug(name)}-seed{s}" / "results.json").read_text())
+                   for s in (0, 1)]  # fmt: skip
+        assert numbers["rows"][name] == results
+        cells = next(line for line in text.splitlines() if line.startswith(f"| {name} |"))
+        assert f"| {compare.spread([r['mAP'] for r in results])} |" in cells
+    settings = [train.read_config(out / f"{run}-seed1")["settings"] for run in ("l2p", "coda-p")]
+    assert [s["batch"] for s in settings] == [50, 64] and settings[0]["order_seed"] == 1
+    assert set(numbers["selectors"]["selectors"]) == {"1", "10"}
+    assert numbers["selectors"]["selectors"]["10"] == [
+        r["mAP"] for r in numbers["rows"]["MULTI-LANE"]
+    ]
+    assert not (out / "10-selectors-seed0").exists()  # that is MULTI-LANE itself
+    assert len(numbers["frequency"]) == 5
+    for name in ("ablations", "frequency", "selectors"):
+        assert (out / f"{name}.png").stat().st_size > 5000 and f"({name}.png)" in text
+    monkeypatch.setattr(train, "main", lambda words: pytest.fail("a finished run is repeated"))
+    assert compare.main(words) == 0 and (out / "comparison.md").read_text() == text
+
+
+def test_the_comparison_says_what_is_wrong(tmp_path, capsys):
+    for words, reason in (
+        (["--dataset", "cifar100"], "invalid choice: 'cifar100'"),
+        (["--seeds", "x"], "x"),
+        (["--with", "CODA", "--lr 1"], "the rows are MULTI-LANE, joint"),
+    ):
+        assert compare.main(words) == 2
+        assert reason in capsys.readouterr().err
+    words = ["--out", str(tmp_path), "--", "--data-dir", str(tmp_path), "--lr", "-1"]
+    assert compare.main(words) == 2 and "-1 is not above 0" in capsys.readouterr().err
