@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler would complain where no GPU is
+os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # the profiler talks a lot otherwise
 
 import timm
 import torch
@@ -42,6 +42,7 @@ from multilane import (
     LaneConfig,
     MultiLane,
     build_backbone,
+    check_backbone,
     embed,
     first_cls,
     frozen_attention,
@@ -77,7 +78,6 @@ GROWTH = {  # what is varied, one at a time
 }
 QUICK_GROWTH = {"lanes": (1, 5), "selectors": (1, 8), "backbone": GROWTH["backbone"][:2]}
 QUICK_GROWTH |= {"batch": (1, 2)}
-PARTS = ("complexity", "growth", "training")
 CLASSES = 10  # of each lane, as in COCO B0-C10 and in CIFAR-100
 EPOCH = 1000  # images
 
@@ -298,9 +298,11 @@ def peak_memory(run: Callable, where: torch.device) -> tuple[int, int]:
 def make_vit(o: Options, device: torch.device | str) -> nn.Module:
     """The backbone with random weights."""
     try:
-        return build_backbone(o.backbone, pretrained=False).to(device).eval()
+        vit = build_backbone(o.backbone, pretrained=False).to(device)
+        check_backbone(vit)  # puts it into eval mode, too
     except ValueError as error:
         raise UsageError(str(error)) from None
+    return vit
 
 
 def make_images(vit: nn.Module, o: Options) -> Tensor:
@@ -315,50 +317,40 @@ def held(model: nn.Module) -> int:
 def complexity(o: Options) -> list[dict]:
     """The paper's table: what every row costs."""
     rows, meta, vit = make_rows(o), make_vit(o, "meta"), make_vit(o, o.where)
-    images, models, runs, found = make_images(vit, o), {}, {}, []
+    images, runs, found = make_images(vit, o), {}, []
     for row in rows:
-        models[row.name] = model = build(row, vit, o).to(o.where)
-        runs[row.name] = run = inference(row, model, images, o)
-        peak, kept = peak_memory(run, o.where)
+        model = build(row, vit, o).to(o.where)
+        runs[row.name] = inference(row, model, images, o)
+        peak, kept = peak_memory(runs[row.name], o.where)
         number, formula = trainable(row, vit, o)
-        found.append({
-            "row": row.name, "macs": count(row, meta, o)._asdict(), "paper": row.paper,
-            "parameters": number, "formula": formula,
-            "peak_bytes": peak, "held_bytes": held(model) + kept,
-        })  # fmt: skip
+        entry = {"row": row.name, "macs": count(row, meta, o)._asdict(), "paper": row.paper}
+        entry |= {"parameters": number, "formula": formula}
+        found.append(entry | {"peak_bytes": peak, "held_bytes": held(model) + kept})
         print(f"  counted: {row.name}", flush=True)
     times = take_turns(runs, o)
-    base = times[rows[0].name]
-    for entry in found:
-        own = times[entry["row"]]
+    for entry, own in zip(found, times.values(), strict=True):
         entry["images_per_second"] = o.batch / statistics.median(own)
-        entry["speed"] = compare(base, own)
+        entry["speed"] = compare(times[rows[0].name], own)
     return found
 
 
 def growth(o: Options) -> list[dict]:
     """Parallel lanes against the plain ViT, with one setting varied at a time."""
     found, points = [], QUICK_GROWTH if o.quick else GROWTH
-    for axis, values in points.items():
-        for value in values:
-            here = Options(**vars(o) | {axis: value})
-            plain, lanes = Row("plain ViT"), Row("lanes", "multilane", selectors=here.selectors)
-            literal, meta, vit = lanes._replace(impl="batched"), make_vit(here, "meta"), None
-            macs = {row.impl if row.method else "plain": count(row, meta, here).total
-                    for row in (plain, lanes, literal)}  # fmt: skip
-            vit = make_vit(here, o.where)
-            images = make_images(vit, here)
-            model = build(lanes, vit, here).to(o.where)
-            runs = {
-                r.name: inference(r, m, images, here) for r, m in ((plain, vit), (lanes, model))
-            }
-            times = take_turns(runs, here)
-            found.append({
-                "varied": axis, "value": value, "macs": macs["auto"], "plain_macs": macs["plain"],
-                "literal_macs": macs["batched"], "speed": compare(*times.values()),
-                "images_per_second": here.batch / statistics.median(times["lanes"]),
-            })  # fmt: skip
-            print(f"  measured: {axis} {value}", flush=True)
+    for varied, value in ((name, value) for name in points for value in points[name]):
+        here = Options(**vars(o) | {varied: value})
+        plain, lanes = Row("plain"), Row("parallel", "multilane", selectors=here.selectors)
+        literal = lanes._replace(name="as written", impl="batched")
+        meta, vit = make_vit(here, "meta"), make_vit(here, o.where)
+        macs = {row.name: count(row, meta, here).total for row in (plain, lanes, literal)}
+        images, runs = make_images(vit, here), {}
+        for row in (plain, lanes):
+            runs[row.name] = inference(row, build(row, vit, here).to(o.where), images, here)
+        times = take_turns(runs, here)
+        entry = {"varied": varied, "value": value, "macs": macs}
+        entry["images_per_second"] = here.batch / statistics.median(times["parallel"])
+        found.append(entry | {"speed": compare(times["plain"], times["parallel"])})
+        print(f"  measured: {varied} {value}", flush=True)
     return found
 
 
@@ -396,10 +388,9 @@ def training(o: Options) -> list[dict]:
     times = take_turns(runs, o)
     for name, own in times.items():
         step = statistics.median(own)
-        found.append({"row": name, "step_seconds": step, "epoch_seconds": step * EPOCH / o.batch,
-                      "speed": compare(times["as written"], own),
-                      "speed_to_parallel": compare(times["parallel"], own),
-                      "kept_bytes_per_image": g.nbytes / o.batch})  # fmt: skip
+        entry = {"row": name, "step_seconds": step, "epoch_seconds": step * EPOCH / o.batch}
+        entry |= {f"speed_to_{base}": compare(times[base], own) for base in list(runs)[:2]}
+        found.append(entry | {"kept_bytes_per_image": g.nbytes / o.batch})
     return found
 
 
@@ -418,6 +409,21 @@ def machine(o: Options) -> str:
     return f"{gpu}{names[0]}, {cores} cores, {threads} threads"
 
 
+COMPLEXITY_NOTE = """
+GMACs: billions of multiply-accumulates of one image, all matrix products. Linear only: those with
+weights (with parallel lanes, selectors are weights). As the paper counts: linear layers, the patch
+embedding of every pass, and 5 for each element of a LayerNorm. Trainable: all that T lanes learn,
+with C = 10 classes each and D the width; the ViT is frozen. Peak: tensors of a batch, at most,
+beyond the weights. In all: with the weights, and what parallel lanes keep of their selectors' path.
+Speed: images/s over those of the plain ViT, median of the rounds (first to third quartile).
+"""
+PAPER_NOTE = """
+Columns "paper" quote the paper; its images/s are of its GPU. Its 85.8 and 858.0 M count the ViTs as
+trained. It does not say what its 1.2, 1.3 and 3.7 M count: with COCO's 8 tasks in place of 10,
+selectors and prompts without heads are 1.23 and 1.35 M, CODA-P (12 components a task) 3.75 M.
+"""
+
+
 def giga(x: float) -> str:
     return f"{x / 1e9:.2f}"
 
@@ -426,116 +432,98 @@ def ratio(x: Sequence[float]) -> str:
     return "{:.2f} ({:.2f} to {:.2f})".format(*x)
 
 
-def complexity_text(found: list[dict], o: Options) -> str:
-    plain, rows = found[0], []
-    for e in found:
-        memory, paper = e["peak_bytes"] + e["held_bytes"], e["paper"] or ("",) * 3
-        of_plain = memory / (plain["peak_bytes"] + plain["held_bytes"])
-        rows.append([
-            e["row"], *(giga(e["macs"][name]) for name in ("total", "linear")),
-            f"{e['macs']['paper'] / 1e9:.1f}", paper[0],
-            f"{e['parameters'] / 1e6:.2f}", e["formula"], paper[2],
-            f"{e['peak_bytes'] / 1e6:.0f}", f"{memory / 1e6:.0f}", f"{of_plain:.2f}",
-            ratio(e["speed"]), f"{e['images_per_second']:.2f}", paper[1],
-        ])  # fmt: skip
+def complexity_text(found: list[dict]) -> str:
+    rows, in_all = [], [e["peak_bytes"] + e["held_bytes"] for e in found]
+    for e, memory in zip(found, in_all, strict=True):
+        macs, paper = e["macs"], e["paper"] or ("", "", "")
+        row = [e["row"], giga(macs["total"]), giga(macs["linear"]), f"{macs['paper'] / 1e9:.1f}"]
+        row += [paper[0], f"{e['parameters'] / 1e6:.2f}", e["formula"], paper[2]]
+        row += [f"{e['peak_bytes'] / 1e6:.0f}", f"{memory / 1e6:.0f}", f"{memory / in_all[0]:.2f}"]
+        rows.append([*row, ratio(e["speed"]), f"{e['images_per_second']:.2f}", paper[1]])
     head = "method, GMACs, linear only, as the paper counts, paper, trainable M, formula, paper"
-    head += ", peak MB, with weights MB, of the plain ViT, images/s of the plain ViT, images/s here"
-    text = table((head + ", paper's GPU").split(", "), rows)
-    return (
-        text
-        + """
+    head += ", peak MB, in all MB, of the plain ViT, speed, images/s, paper"
+    text = table(head.split(", "), rows) + "\n" + COMPLEXITY_NOTE
+    return text + PAPER_NOTE * any(e["paper"] for e in found)
 
-GMACs: billions of multiply-accumulates of one image, all matrix products. Linear only: those with
-weights, and (parallel lanes) with selectors, which are weights there. As the paper counts: linear
-layers, the patch embedding of every pass, and 5 for each element of a LayerNorm. Columns "paper"
-quote the paper's table; its images/s are of a GPU.
-Trainable: all that is learned of T lanes with C = 10 classes each, heads included; the ViT is
-frozen. The paper's 85.8 and 858.0 count whole ViTs as trained. It does not say what its 1.2, 1.3
-and 3.7 M count: with COCO's 8 tasks in place of 10, selectors and prompts without heads are 1.23
-and 1.35 M, and CODA-P with heads (96 components, 12 a task) 3.75 M.
-Peak: bytes of tensors that a batch takes at most beyond the weights. With weights: that, the
-weights, and what parallel lanes keep of their selectors' path.
-Images/s of the plain ViT: median of the rounds' ratios (first to third quartile)."""
+
+def growth_text(found: list[dict]) -> str:
+    rows = []
+    for e in found:
+        macs, share = e["macs"], e["macs"]["parallel"] / e["macs"]["plain"]
+        row = [e["varied"], e["value"], *map(giga, macs.values()), f"{share:.3f}"]
+        rows.append([*row, ratio(e["speed"]), f"{e['images_per_second']:.2f}"])
+    head = "varied, value, plain GMACs, parallel, as written, parallel of plain, speed, images/s"
+    text = (
+        "\nAll lanes on one image. What is not varied is as said above. Speed: as in Complexity.\n"
     )
+    return table(head.split(", "), rows) + "\n" + text
 
 
-def growth_text(found: list[dict], o: Options) -> str:
-    rows = [
-        [e["varied"], e["value"], *(giga(e[name]) for name in ("plain_macs", "literal_macs", "macs")),
-         f"{e['macs'] / e['plain_macs']:.3f}", ratio(e["speed"]), f"{e['images_per_second']:.2f}"]
-        for e in found
-    ]  # fmt: skip
-    head = "varied, value, plain GMACs, as written, parallel, of the plain ViT"
-    head += ", images/s of the plain ViT, images/s here"
-    return (
-        table(head.split(", "), rows)
-        + "\n\nAll else is as in the command. Literal and parallel: one image, all lanes."
-    )
+def training_text(found: list[dict]) -> str:
+    rows = []
+    for e in found:
+        row = [e["row"], f"{1e3 * e['step_seconds']:.1f}", ratio(e["speed_to_as written"])]
+        rows.append([*row, f"{e['epoch_seconds']:.1f}"])
+    head = ("a batch", "ms", "times faster than as written", f"s for {EPOCH} images")
+    kept = next(e for e in found if e["row"] == "kept stream")
+    return f"""{table(head, rows)}
+
+One lane is trained, a step of Adam included, loading not. A cached epoch is
+{ratio(kept["speed_to_parallel"])} times cheaper than an uncached one (parallel), once the stream is
+kept, as float16: {kept["kept_bytes_per_image"] / 1e6:.1f} MB an image.
+"""
 
 
-def training_text(found: list[dict], o: Options) -> str:
-    rows = [[e["row"], f"{1e3 * e['step_seconds']:.1f}", ratio(e["speed"]), f"{e['epoch_seconds']:.1f}"]
-            for e in found]  # fmt: skip
-    by_name = {e["row"]: e for e in found}
-    cheaper = by_name["kept stream"]["speed_to_parallel"]
-    size = found[0]["kept_bytes_per_image"] / 1e6
-    head = ("a batch", "ms", "times faster than as written", f"s for an epoch of {EPOCH} images")
-    return (
-        table(head, rows)
-        + f"""
-
-One lane is trained, a step of Adam included, loading of images not. A cached epoch is
-{ratio(cheaper)} times cheaper than an uncached one (parallel), once the stream is kept: as
-float16, {size:.1f} MB an image."""
-    )
-
-
-def draw_complexity(found: list[dict], path: Path, o: Options) -> None:
-    figure = Figure((8, 0.4 * len(found) + 1.2), layout="constrained")
+def draw_complexity(found: list[dict]) -> Figure:
+    figure = Figure((9, 0.4 * len(found) + 1.2), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     names = [e["row"] for e in found]
     left.barh(names, [e["macs"]["total"] / 1e9 for e in found], color="tab:gray")
     left.set(xlabel="GMACs an image", xscale="log")
-    middles = [e["speed"][0] for e in found]
-    low = [e["speed"][0] - e["speed"][1] for e in found]
-    high = [e["speed"][2] - e["speed"][0] for e in found]
-    right.barh(names, middles, xerr=[low, high], color="tab:blue")
+    left.invert_yaxis()
+    middle, low, high = zip(*(e["speed"] for e in found), strict=True)
+    right.barh(names, middle, color="tab:blue")
+    right.hlines(names, low, high, color="black")
     right.axvline(1, color="black", linewidth=0.8)
     right.set(xlabel="images/s, plain ViT = 1")
-    left.invert_yaxis()
-    save_figure(figure, path)
+    return figure
 
 
-def draw_growth(found: list[dict], path: Path, o: Options) -> None:
-    axes = list(dict.fromkeys(e["varied"] for e in found))
-    figure = Figure((3.2 * len(axes), 5.4), layout="constrained")
-    grid = figure.subplots(2, len(axes), sharey="row", squeeze=False)
-    for (top, bottom), name in zip(grid.T, axes, strict=True):
+def draw_growth(found: list[dict]) -> Figure:
+    varied = list(dict.fromkeys(e["varied"] for e in found))
+    figure = Figure((3.2 * len(varied), 5.4), layout="constrained")
+    grid = figure.subplots(2, len(varied), sharey="row", squeeze=False)
+    for (top, bottom), name in zip(grid.T, varied, strict=True):
         points = [e for e in found if e["varied"] == name]
         x = [str(e["value"]).removeprefix("vit_").removesuffix("_patch16_224") for e in points]
-        for key, label in (("literal_macs", "as written"), ("macs", "parallel")):
-            top.plot(x, [e[key] / e["plain_macs"] for e in points], "o-", label=label)
+        for key in ("as written", "parallel"):
+            top.plot(x, [e["macs"][key] / e["macs"]["plain"] for e in points], "o-", label=key)
         middle, low, high = zip(*(e["speed"] for e in points), strict=True)
         bottom.plot(x, middle, "o-", color="tab:orange")
         bottom.fill_between(x, low, high, color="tab:orange", alpha=0.3)
-        for axis in (top, bottom):
-            axis.axhline(1, color="black", linewidth=0.8)
         top.set(yscale="log")
         bottom.set(xlabel=name, ylim=(0, None))
     grid[0, 0].set(ylabel="MACs, plain ViT = 1")
     grid[1, 0].set(ylabel="images/s, plain ViT = 1")
     grid[0, 0].legend()
-    save_figure(figure, path)
+    return figure
 
 
-def draw_training(found: list[dict], path: Path, o: Options) -> None:
+def draw_training(found: list[dict]) -> Figure:
     figure = Figure((6, 2.2), layout="constrained")
     axis = figure.subplots()
     bars = axis.barh([e["row"] for e in found], [e["epoch_seconds"] for e in found])
     axis.bar_label(bars, fmt="%.1f")
     axis.set(xlabel=f"s for {EPOCH} images", xscale="log")
     axis.invert_yaxis()
-    save_figure(figure, path)
+    return figure
+
+
+PARTS = {
+    "complexity": (complexity, complexity_text, draw_complexity),
+    "growth": (growth, growth_text, draw_growth),
+    "training": (training, training_text, draw_training),
+}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -543,10 +531,8 @@ def draw_training(found: list[dict], path: Path, o: Options) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        "bench.py", None, __doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )  # fmt: skip
+    style = argparse.RawDescriptionHelpFormatter
+    parser = Parser("bench.py", None, __doc__, formatter_class=style, allow_abbrev=False)
 
     def add(name: str, text: str, **options: Any) -> None:
         text += f" (default: {SETTINGS[name]}; quick: {(SETTINGS | QUICK)[name]})"
@@ -577,24 +563,25 @@ def command(arguments: Sequence[str]) -> None:
     torch.manual_seed(0)
     if o.compile:  # one class, many models: each is compiled
         torch._dynamo.config.recompile_limit = 1000
-    o.out.mkdir(parents=True, exist_ok=True)
-    config = LaneConfig()
+    try:
+        o.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {o.out} cannot be a folder ({error.strerror})") from None
     told = shlex.join(["python", "bench.py", *arguments])
-    made = f"`{told}`; torch {torch.__version__}, timm {timm.__version__}; {machine(o)}; "
-    made += f"{o.backbone}, random weights; T={o.lanes}, S={o.selectors}, P={o.prompts} in "
-    made += f"{config.prompt_blocks} blocks, batch {o.batch}, {o.precision}, {o.repeat} rounds"
-    made += "" if o.where.type == "cuda" else "; no GPU: rows and figures of one are absent"
+    made = f"`{told}`: torch {torch.__version__}, timm {timm.__version__}; {machine(o)}; "
+    made += f"{o.backbone}, random weights; T={o.lanes}, S={o.selectors}, P={o.prompts}, "
+    made += f"batch {o.batch}, {o.precision}{', compiled' * o.compile}, {o.repeat} rounds"
+    made += "." if o.where.type == "cuda" else "; no GPU here, so the rows of one are absent."
     settings = {name: str(v) if isinstance(v, Path) else v for name, v in vars(o).items()}
-    results = {"command": told, "measured": made, "settings": settings | {"where": str(o.where)}}
+    results = {"measured": made, "settings": settings | {"where": str(o.where)}}
     texts = []
     for name in PARTS if o.only is None else [o.only]:
+        measure, text, draw = PARTS[name]
         print(f"{name} ...", flush=True)
-        part = globals()
-        found = part[name](o)
-        results[name] = found
-        texts.append(f"## {name.capitalize()}\n\n{made}\n\n{part[name + '_text'](found, o)}\n")
+        results[name] = measure(o)
+        texts.append(f"## {name.capitalize()}\n\n{made}\n\n{text(results[name])}")
         print(f"\n{texts[-1]}", flush=True)
-        part[f"draw_{name}"](found, o.out / f"{name}.png", o)
+        save_figure(draw(results[name]), o.out / f"{name}.png")
     write_whole(o.out / "results.json", json.dumps(results, indent=1).encode())
     write_whole(o.out / "table.md", "\n".join(texts).encode())
     print(f"written: {o.out / 'table.md'}")
