@@ -377,24 +377,42 @@ def parallel_lanes(vit: nn.Module, stack: LaneStack, stream: Sequence[BlockStrea
 def riding_lanes(
     vit: nn.Module, stack: LaneStack, x: Tensor, cls: bool = False, mix=mix
 ) -> tuple[Tensor, Tensor | None]:
-    """All lanes and the frozen tokens x [B,N,D] in one sequence (identities iv and v).
+    """All lanes and the frozen tokens x [B,N,D] in one matrix of rows (identities iv and v).
 
     Inference only. -> the lanes' [CLS] tokens [B,T,D], and the frozen one [B,D] if asked for.
     """
-    N, T = x.shape[1], stack.prompts.shape[2]
-    x = torch.cat([x, first_cls(vit).expand(x.shape[0], T, -1)], 1)  # [B,N+T,D]
+    (B, N, D), T = x.shape, stack.prompts.shape[2]
+    c = first_cls(vit).expand(B, T, -1)
+    # The lanes' rows come after all frozen rows: so both are cut out of a product without a copy.
+    x = torch.cat([x.flatten(0, 1), c.flatten(0, 1)])  # [B*N+B*T,D]
     for index, block in enumerate(vit.blocks):
-        n = block.norm1(x)
-        if cls or index + 1 < len(vit.blocks):
-            q, k, v = project(block.attn, n)  # [B,N+T,H,d]
-            heads = [frozen_attention(q[:, :N], k[:, :N], v[:, :N])]
-        else:
-            (q,), (k, v) = project(block.attn, n[:, N:], 0, 1), project(block.attn, n, 1, 3)
-            x, heads = x[:, N:], []
-        own, frozen = (q[:, -T:], k[:, N:], v[:, N:]), BlockStream(n[:, :N], k[:, :N], v[:, :N])
-        heads.append(lane_attention(block.attn, own, frozen, *stack.at(index, frozen.g), mix))
-        x = finish(block, x, torch.cat(heads, 1))
-    return x[:, -T:], final_norm(vit, x[:, 0]) if cls else None
+        lanes_only = not cls and index + 1 == len(vit.blocks)
+        heads = riding_attention(block.attn, block.norm1(x), (B, N), stack, index, lanes_only, mix)
+        x = finish(block, x[-B * T :] if lanes_only else x, heads)
+    return x[-B * T :].view(B, T, D), final_norm(vit, x[: B * N : N]) if cls else None
+
+
+def riding_attention(
+    attn, n: Tensor, size, stack: LaneStack, index: int, lanes_only, mix
+) -> Tensor:
+    """The attention output of all rows n [B*N+B*T,D], or of the lanes' only, as rows.
+
+    A function of its own, so that queries, keys and values are gone when the MLP needs the room.
+    """
+
+    def cut(rows: Tensor) -> tuple[Tensor, Tensor]:  # -> [B,N,...] frozen, [B,T,...] lanes
+        return tuple(t.unflatten(0, (B, -1)) for t in rows.split([B * N, len(rows) - B * N]))
+
+    (B, N), heads = size, []
+    g, own = cut(n)
+    if lanes_only:
+        (q,), (k, v) = project(attn, own, 0, 1), map(cut, project(attn, n, 1, 3))
+    else:
+        (frozen_q, q), k, v = map(cut, project(attn, n))
+        heads.append(frozen_attention(frozen_q, k[0], v[0]).flatten(0, 1))  # [B*N,H*d]
+    frozen, own = BlockStream(g, k[0], v[0]), (q, k[1], v[1])
+    lanes = lane_attention(attn, own, frozen, *stack.at(index, g), mix)  # [B,T,H*d]
+    return torch.cat([*heads, lanes.flatten(0, 1)])
 
 
 # ---------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchvision.transforms import v2
 
 import baselines
+import bench
 import compare
 import data
 import multilane
@@ -2999,3 +3000,124 @@ def test_the_comparison_says_what_is_wrong(tmp_path, capsys):
         assert reason in capsys.readouterr().err
     words = ["--out", str(tmp_path), "--", "--data-dir", str(tmp_path), "--lr", "-1"]
     assert compare.main(words) == 2 and "-1 is not above 0" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------
+# Bench
+
+
+def bench_options(**changes):
+    return bench.Options(
+        **bench.SETTINGS | {"where": torch.device("cpu"), "quick": False} | changes
+    )
+
+
+@pytest.fixture(scope="module")
+def published_rows():
+    """The rows of bench.py at the paper's setting, with their counts on the meta device."""
+    o = bench_options()
+    vit = bench.make_vit(o, "meta")
+    rows = [row for row in bench.make_rows(o) if row.impl != "reference"]  # as batched, but slower
+    return o, vit, [(row, bench.count(row, vit, o)) for row in rows]
+
+
+def test_counts_of_bench_are_the_papers_to_the_digits_it_prints(published_rows):
+    paper = [
+        (row.paper[0], round(macs.paper / 1e9, 1)) for row, macs in published_rows[2] if row.paper
+    ]
+    assert [theirs for theirs, _ in paper] == [16.9, 168.7, 33.7, 18.6, 34.7]
+    assert all(theirs == ours for theirs, ours in paper)
+
+
+def test_counts_of_bench_follow_from_the_sizes(published_rows):
+    N, D, L, T, H, patches = 197, 768, 12, 10, 12, 196
+    embedding, a_token = patches * D * 3 * 16 * 16, 12 * D * D * L  # qkv, proj and MLP: 12 D^2
+    attention, heads = 2 * N * N * D * L, T * 10 * D
+    for row, macs in published_rows[2]:
+        S, P, d = row.selectors, 20, D // H
+        if row.method is None:
+            linear, more = N * a_token + embedding, attention
+        elif row.method == "naive":
+            linear = T * N * a_token + embedding + heads
+            more = T * (attention + 2 * 5 * N * P * D)
+        elif row.method == "coda-p":
+            linear, more = 2 * N * a_token + embedding + heads, macs.total - macs.linear
+        elif row.impl == "batched":
+            linear = (N + T * (1 + S)) * a_token + embedding + heads
+            lane = 2 * S * N * D * L + 2 * (1 + S) * ((1 + S) * L + 5 * P) * D
+            more = attention + T * lane
+        else:  # identity (v): of the last block's frozen tokens, only keys and values
+            linear = (N + T) * a_token - N * 10 * D * D + embedding + heads + T * S * N * D * L
+            rows = 2 * N * D + 2 * H * S * N  # against keys and values, and through alpha
+            more = attention * (L - 1) / L + T * (rows * L + 2 * 5 * P * H * d)
+        assert macs.linear == linear, row.name
+        assert macs.total == pytest.approx(linear + more, abs=1e4), row.name
+
+
+def test_formulas_of_trainable_parameters_count_what_is_trained(published_rows):
+    o, vit, rows = published_rows
+    for row, _ in rows[1:]:
+        with torch.device("meta"):
+            model = bench.build(row, vit, o)
+        found = sum(p.numel() for t in range(o.lanes) for p in model.lane_parameters(t))
+        assert bench.trainable(row, vit, o)[0] == found, row.name
+
+
+def test_literal_lanes_in_one_batch_are_the_reference():
+    model, images = small_model(), pictures()
+    with torch.no_grad():
+        assert_close(bench.literal_lanes(model, images), logits(model, images, "reference"))
+
+
+def test_peak_memory_counts_tensors():
+    kept = []
+
+    def run():
+        x = torch.empty(1000)
+        y = torch.cat([x, x])
+        if not kept:
+            kept.append(torch.empty(50))
+        return y.sum()
+
+    peak, left = bench.peak_memory(run, torch.device("cpu"))
+    assert left == 200 and 12000 <= peak <= 12400
+
+
+def test_a_quick_bench_leaves_tables_results_and_plots(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "QUICK_GROWTH", {"lanes": (1, 2), "selectors": (1,)})
+    words = ["--quick", "--out", str(tmp_path / "new"), "--device", "cpu", "--repeat", "2"]
+    assert bench.main([*words, "--batch", "1", "--lanes", "2"]) == 0
+    names = {"table.md", "results.json", "complexity.png", "growth.png", "training.png"}
+    assert {path.name for path in (tmp_path / "new").iterdir()} == names
+    results = json.loads((tmp_path / "new" / "results.json").read_text())
+    text = (tmp_path / "new" / "table.md").read_text()
+    assert "written: " in capsys.readouterr().out
+    o = bench_options(lanes=2, selectors=4)
+    assert [e["row"] for e in results["complexity"]] == [row.name for row in bench.make_rows(o)]
+    assert [e["value"] for e in results["growth"]] == [1, 2, 1]
+    assert {e["row"] for e in results["training"]} >= {"as written", "parallel", "kept stream"}
+    for part in ("complexity", "training"):
+        assert all(f"| {e['row']} |" in text for e in results[part])
+    assert text.count("`python bench.py --quick") == text.count(torch.__version__) == 3
+    assert "no GPU here" in text
+
+
+@pytest.mark.parametrize(
+    "words, reason",
+    [
+        ("--lanes 0", "0 is below 1"),
+        ("--only speed", "invalid choice: 'speed'"),
+        ("--precision fp8", "invalid choice: 'fp8'"),
+        ("--frobnicate", "--frobnicate"),
+        ("--device warp", "--device warp cannot be used"),
+        ("--backbone no_such_vit", "no_such_vit"),
+        ("--backbone resnet18", "cannot carry lanes"),
+        ("--out {here}/file", "/file cannot be a folder"),
+    ],
+)
+def test_bad_usage_of_bench_is_one_sentence_and_exit_code_2(words, reason, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    words = words.format(here=tmp_path).split()
+    assert bench.main([*words] if "--out" in words else [*words, "--out", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("bench.py: error: ") and reason in told and told.count("\n") == 1
