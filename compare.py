@@ -166,7 +166,7 @@ def draw_selectors(curves: dict[str, dict[int, list[float]]], path: Path) -> Non
         middle = [statistics.mean(values) for values in points.values()]
         low = [m - min(values) for m, values in zip(middle, points.values(), strict=True)]
         high = [max(values) - m for m, values in zip(middle, points.values(), strict=True)]
-        axis.errorbar(points, middle, (low, high), fmt="o-", capsize=3, label=name)
+        axis.errorbar(list(points), middle, (low, high), fmt="o-", capsize=3, label=name)
     axis.set_xscale("log")
     ticks = sorted({x for points in curves.values() for x in points})
     axis.set_xticks(ticks, ticks, fontsize=8)
