@@ -354,11 +354,12 @@ def lane_attention(attn, cls, frozen: BlockStream, z: Tensor, prompts, mix=mix) 
     else:  # identity (vi)
         _, weight_k, weight_v = attn.qkv.weight.view(3, H, d, -1)  # [H,d,D]
         bias = q.new_zeros(3, H, d) if attn.qkv.bias is None else attn.qkv.bias.view(3, H, d)
-        r = torch.einsum("bthd,hdD->bthD", q, weight_k)  # [B,T,H,D]
-        r = (r.flatten(1, 2) @ g.mT).unflatten(1, (T, H))  # [B,T,H,N]
-        a, w = mix(z, r + (q * bias[1]).sum(-1, keepdim=True), e)
-        out = (a.flatten(1, 2) @ g).unflatten(1, (T, H))  # [B,T,H,D]
-        out = torch.einsum("bthD,hdD->bthd", out, weight_v) + a.sum(-1, keepdim=True) * bias[2]
+        gbar = (z.softmax(-1).flatten(1, 2) @ g).unflatten(1, (T, -1))  # [B,T,S,D]
+        r = torch.einsum("bthd,hdD->bthD", q, weight_k) @ gbar.mT  # [B,T,H,S]
+        scores = torch.cat([e, r + (q * bias[1]).sum(-1, keepdim=True)], -1)  # [B,T,H,P+1+S]
+        w, a = scores.softmax(-1).split([e.shape[-1], gbar.shape[2]], -1)
+        out = torch.einsum("bthD,hdD->bthd", a @ gbar, weight_v)  # [B,T,H,d]
+        out = out + a.sum(-1, keepdim=True) * bias[2]
     out = out + w[..., -1:] * v
     if prompts is not None:
         out = out + torch.einsum("bthp,thpd->bthd", w[..., :-1], prompts[1])
