@@ -20,12 +20,14 @@ from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: kernels then run on the CPU
 
+import nbformat
 import numpy as np
 import pytest
 import timm
 import torch
 import torch.nn.functional as F
 import torchvision
+from nbclient import NotebookClient
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from timm.models.vision_transformer import ParallelThingsBlock, ResPostBlock, VisionTransformer
@@ -3121,3 +3123,50 @@ def test_bad_usage_of_bench_is_one_sentence_and_exit_code_2(words, reason, tmp_p
     assert bench.main([*words] if "--out" in words else [*words, "--out", str(tmp_path)]) == 2
     told = capsys.readouterr().err
     assert told.startswith("bench.py: error: ") and reason in told and told.count("\n") == 1
+
+
+# ---------------------------------------------------------------------------------------------
+# The tutorial
+
+notebooks = pytest.mark.parametrize(
+    "path", sorted((HERE / "tutorial").glob("*.ipynb")), ids=lambda path: path.stem
+)
+
+
+@notebooks
+def test_a_notebook_runs_and_its_own_checks_hold(path, monkeypatch):
+    monkeypatch.setenv("MULTILANE_QUICK", "1")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # a reader's shell does not have it
+    where = {"metadata": {"path": str(path.parent)}}
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(notebook, timeout=600, kernel_name="python3", resources=where).execute()
+
+
+@notebooks
+def test_a_notebook_is_built_like_the_others_and_kept_with_its_outputs(path):
+    assert path.stat().st_size < 700_000
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert notebook.metadata.kernelspec.name == "python3"
+    first, _, settings, *_ = notebook.cells
+    assert first.cell_type == "markdown" and first.source.startswith(f"# {int(path.stem[:2])}. ")
+    assert "You will learn" in first.source
+    assert re.search(r"^Run time: about \d+ (s|min)", first.source, re.MULTILINE)
+
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    given = [cell for cell in code if re.search(r"^DATASET\b.* = ", cell.source, re.MULTILINE)]
+    assert given == [settings] and "DATA_DIR" in settings.source  # the one cell to change
+    solutions = [cell for cell in code if "solution" in cell.metadata.get("tags", ())]
+    assert len(solutions) >= 3
+    assert all(cell.metadata.jupyter.source_hidden for cell in solutions)
+
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    assert not any("execution" in cell.metadata for cell in code)  # timestamps
+    outputs = [output for cell in code for output in cell.outputs]
+    assert any("image/png" in output.get("data", ()) for output in outputs)
+    assert not any(output.output_type == "error" for output in outputs)
+    texts = [cell.source for cell in notebook.cells] + [o.get("text", "") for o in outputs]
+    for output in outputs:
+        texts += [str(t) for kind, t in output.get("data", {}).items() if "image" not in kind]
+    for text in texts:
+        assert not re.search(r"(?<![\w.])/(home|root|tmp|work|Users|mnt|usr|opt|var)/", text)
