@@ -114,10 +114,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         "crop_scale": 0.25,  # a small crop loses small things, and keeps their labels
         "flip": True,
         "cache_views": 1,  # the ViT sees each image once, so more epochs cost little
-        # Small batches: of a few hundred images an epoch is still several steps. The first step
-        # is lr * batch/256 = 0.006, an eighth of VOC's: too slow shows in the loss, and is mended
-        # by more epochs; too fast does not always show.
-        "epochs": 10, "batch": 32, "lr": 0.05,
+        # Small batches: of a few hundred images an epoch is still several steps. The first is
+        # lr * batch/256 = 0.025, half of VOC's: too slow shows in the loss and is mended by more
+        # epochs, too fast does not always show.
+        "epochs": 10, "batch": 32, "lr": 0.2,
         "selectors": 10, "prompts": 10, "prompt_blocks": 5,
     },
 }  # fmt: skip
