@@ -7,14 +7,19 @@ that hold any class seen so far, over the classes seen so far.
 
     python data.py glyphs                            the embedded benchmark: no download, no GPU
     python data.py voc --protocol B10-C2             print a split; --picture FILE draws it
+    python data.py own --data-dir DIR --protocol B0-C2   the same of your own images
     python data.py glyphs --pretrain FILE            make the glyphs' ViT again, from nothing
 
 VOC2007, MS-COCO 2014, CIFAR-100 and ImageNet-R are read from --data-dir in the layouts in which
-they are usually unpacked, or downloaded into it.
+they are usually unpacked, or downloaded into it. Your own images come with a CSV or sorted into
+folders: see `load_own`.
 """
 
 import argparse
+import csv
+import filecmp
 import hashlib
+import io
 import json
 import math
 import os
@@ -71,7 +76,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A data set: classes in alphabetical order, labels in columns of that order."""
+    """A data set: classes in alphabetical or the user's order, labels in columns of that order."""
 
     name: str
     classes: tuple[str, ...]
@@ -93,11 +98,17 @@ class Task:
     test_rows: Tensor  # [len(test)] where these images are in the benchmark's test split
 
 
-def task_sizes(protocol: str, classes: int, multi_label: bool = True) -> list[int]:
+def task_sizes(protocol: str | None, classes: int, multi_label: bool = True) -> list[int]:
     """How many classes each task of a protocol has: "B0-C4", "B10-C2", or "10-tasks".
 
     B<base>-C<step>: base classes in the first task (0: none apart), then step in every further.
     """
+    if protocol is None:
+        fitting = [f"B0-C{n}" for n in range(1, classes + 1) if classes % n == 0]
+        raise DataError(
+            f"Say how the {classes} classes arrive, with --protocol B<base>-C<step>: base in the "
+            f"first task, then step in every further; without a base {_either(fitting)} would fit."
+        )
     if found := re.fullmatch(r"B(\d+)-C(\d+)", protocol):
         base, step = (int(n) for n in found.groups())
         rest = classes - base
@@ -119,13 +130,24 @@ def task_sizes(protocol: str, classes: int, multi_label: bool = True) -> list[in
     raise DataError(f"{classes} classes do not divide into {protocol}: {hint}.")
 
 
-def _either(numbers: Sequence[int]) -> str:
-    *most, last = (str(n) for n in numbers)
+def _either(choices: Sequence[int | str]) -> str:
+    *most, last = (str(choice) for choice in choices)
     return f"{', '.join(most)} or {last}" if most else last
 
 
-def make_tasks(benchmark: Benchmark, protocol: str, order_seed: int | None = None) -> list[Task]:
-    """Cut a benchmark into tasks; classes alphabetical, or shuffled by order_seed."""
+def make_tasks(
+    benchmark: Benchmark, protocol: str | None, order_seed: int | None = None, learned: int = 0
+) -> list[Task]:
+    """Cut a benchmark into tasks; classes in its order, or shuffled by order_seed.
+
+    The first `learned` tasks have their lanes already: they may be without training images.
+    """
+    if not len(benchmark.test):
+        raise DataError(
+            f"{benchmark.name} has no test images: add them (own data: test.csv or folders "
+            "test/<class>/, made like train), or score on a part of the training images, with "
+            "--holdout 0.2."
+        )
     order = list(range(len(benchmark.classes)))
     if order_seed is not None:
         generator = torch.Generator().manual_seed(order_seed)
@@ -136,7 +158,7 @@ def make_tasks(benchmark: Benchmark, protocol: str, order_seed: int | None = Non
         names = [benchmark.classes[c] for c in seen]
         rows = train.labels[:, own].any(1)
         test_rows = test.labels[:, seen].any(1).nonzero()[:, 0]
-        if not rows.any() or not len(test_rows):
+        if (index >= learned and not rows.any()) or not len(test_rows):
             raise DataError(
                 f"Task {index + 1} of {benchmark.name} {protocol} ({', '.join(names[start:])}) has "
                 f"{int(rows.sum())} training and {len(test_rows)} test images: it cannot be "
@@ -492,6 +514,8 @@ def _with_empty_classes_told(benchmark: Benchmark) -> Benchmark:
     """Add a note for every class without a training or a test image."""
     notes = list(benchmark.notes)
     for kind, split in (("training", benchmark.train), ("test", benchmark.test)):
+        if not len(split):
+            continue
         empty = (~split.labels.any(0)).nonzero()[:, 0].tolist()
         if empty:
             names = ", ".join(benchmark.classes[c] for c in empty)
@@ -719,6 +743,154 @@ def write_whole(path: Path, content: bytes) -> None:
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+# ---------------------------------------------------------------------------------------------
+# Your own images: any number of labels each
+
+
+def load_own(data_dir: Path) -> Benchmark:
+    """The user's images, listed in two CSV files or sorted into folders.
+
+    <data_dir>/train.csv and test.csv: a header "image,labels", then a line an image: its path from
+    data_dir, and its labels with | between them. Or, if there is no train.csv, the folders
+    train/<class>/ and test/<class>/: a file that is under two classes of a split, with the same
+    name, is one image with two labels. The test part may be missing: see `hold_out`.
+
+    Classes are all labels that are found, alphabetical; or those of <data_dir>/classes.txt, a line
+    each, in that order. New classes are written at its end: so the old ones keep their tasks.
+    """
+    listed, known = (data_dir / "train.csv").is_file(), _read_own_classes(data_dir)
+    if not listed and not (data_dir / "train").is_dir():
+        raise DataError(
+            f"{data_dir} holds neither train.csv nor a folder train: list the images in train.csv "
+            "(header image,labels; a line like photos/1.jpg,cat|dog), or sort them into "
+            "train/<class>/; and the same for test."
+        )
+    notes, parts, names = [], [], set()
+    for part in ("train", "test"):
+        place = data_dir / (f"{part}.csv" if listed else part)
+        rows = _read_own_csv(place, data_dir) if listed else _read_own_folders(place, notes)
+        found: dict[str, set[str]] = {}  # labels of each image
+        for where, image, labels in rows if place.exists() else ():
+            for label in labels:
+                if known and label not in known:
+                    raise DataError(
+                        f"{where} says {label!r}, which is not in {data_dir / 'classes.txt'}: "
+                        "correct it, or write it at the end of that file."
+                    )
+            names.update(labels)
+            found.setdefault(image, set()).update(labels)
+        if place.exists() and not found:
+            raise DataError(f"{place} has no image: give it some, or remove it.")
+        parts.append(found)
+    if both := parts[0].keys() & parts[1].keys():
+        notes.append(f"own: {len(both):,} test images are training images too, as {min(both)}")
+    classes, splits = tuple(known or sorted(names)), []
+    for found in parts:
+        labels = torch.zeros(len(found), len(classes), dtype=torch.bool)
+        for row, image in enumerate(sorted(found)):
+            labels[row, [classes.index(label) for label in found[image]]] = True
+        splits.append(Split([data_dir / image for image in sorted(found)], labels))
+    return _with_empty_classes_told(Benchmark("own", classes, *splits, notes=tuple(notes)))
+
+
+def _read_own_text(path: Path) -> str:
+    """A text file in UTF-8, with or without the mark that spreadsheets put at its beginning."""
+    content = path.read_bytes()
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise DataError(
+            f"{path}, line {line}, is not UTF-8: save it as UTF-8 (in a spreadsheet: CSV UTF-8)."
+        ) from None
+
+
+def _read_own_classes(data_dir: Path) -> dict[str, int] | None:
+    """The classes of classes.txt, in order, and the line of each; None if there is no such file."""
+    path, names = data_dir / "classes.txt", {}
+    if not path.is_file():
+        return None
+    for number, line in enumerate(_read_own_text(path).splitlines(), 1):
+        name = line.strip()
+        if name in names:
+            raise DataError(
+                f"{path}, line {number}, names {name!r} again after line {names[name]}."
+            )
+        if name:
+            names[name] = number
+    if not names:
+        raise DataError(f"{path} names no class: write one in each line, or remove it.")
+    return names
+
+
+def _read_own_csv(path: Path, data_dir: Path) -> Iterator[tuple[str, str, list[str]]]:
+    """The lines of a list: where it is said, image, labels."""
+    rows, seen = csv.reader(io.StringIO(_read_own_text(path), newline=""), strict=True), {}
+    try:
+        header = ",".join(word.strip() for word in next(rows, ()))
+        if header != "image,labels":
+            raise DataError(f'{path}, line 1, says "{header}": it must be "image,labels".')
+        for row in rows:
+            where, row = f"{path}, line {rows.line_num},", [word.strip() for word in row]
+            if not any(row):
+                continue
+            if len(row) != 2:
+                raise DataError(
+                    f'{where} says "{",".join(row)}": it must be an image and its labels, with one '
+                    "comma between; put a name that has a comma in double quotes."
+                )
+            labels, image = [word.strip() for word in row[1].split("|")], os.path.normpath(row[0])
+            if not all(labels):
+                raise DataError(
+                    f"{where} has an empty label: write labels like cat|dog, or take the line out; "
+                    "an image without any class is of no use here."
+                )
+            if os.path.isabs(image) or image.split(os.sep)[0] == "..":
+                raise DataError(
+                    f"{where} names {row[0]}, which is outside of {data_dir}: move or link the "
+                    "image into it, and give its path from there."
+                )
+            if image in seen:
+                raise DataError(
+                    f"{where} lists {row[0]} again after line {seen[image]}: write all its labels "
+                    "in one line, as cat|dog."
+                )
+            if not (data_dir / image).is_file():
+                raise DataError(
+                    f"{where} names {row[0]}, which is no file in {data_dir}: add it, or take the "
+                    "line out."
+                )
+            seen[image] = rows.line_num
+            yield where, image, labels
+    except csv.Error as error:
+        raise DataError(
+            f"{path}, line {rows.line_num}, is not CSV ({error}): correct it."
+        ) from None
+
+
+def _read_own_folders(root: Path, notes: list[str]) -> Iterator[tuple[str, str, list[str]]]:
+    """The images under root/<class>/: where, image, label; of one in several folders the first."""
+    first: dict[str, Path] = {}
+    unused, empty = [], []
+    for folder in sorted(p for p in root.iterdir() if not p.name.startswith(".")):
+        inside = [p for p in folder.iterdir() if p.name[0] != "."] if folder.is_dir() else []
+        images = [p for p in inside if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file()]
+        unused += set(inside) - set(images) if folder.is_dir() else [folder]
+        empty += [folder.name] * (folder.is_dir() and not images)
+        for path in sorted(images):
+            known = first.setdefault(path.name, path)
+            if known is not path and not filecmp.cmp(known, path, shallow=False):
+                raise DataError(
+                    f"{known} and {path} are different images: one name under two classes means "
+                    "one image with both labels, so rename one of them."
+                )
+            yield str(path), str(known.relative_to(root.parent)), [folder.name]
+    if empty:
+        notes.append(f"own: no image in {', '.join(str(root / name) for name in empty)}")
+    if unused:
+        notes.append(f"own: {len(unused):,} entries are no images by name, as {min(unused)}")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1038,12 +1210,13 @@ def load_glyphs(data_dir: Path, seed: int = 0) -> Benchmark:
 # ---------------------------------------------------------------------------------------------
 # By name, and the command line
 
-PROTOCOLS = {  # the paper's; for glyphs, VOC's
+PROTOCOLS = {  # the paper's; for glyphs, VOC's; own classes can be any number: the user says it
     "voc": "B0-C4",
     "coco": "B0-C10",
     "cifar100": "10-tasks",
     "imagenet-r": "10-tasks",
     "glyphs": "B0-C4",
+    "own": None,
 }
 
 
@@ -1061,6 +1234,8 @@ def load_benchmark(name: str, data_dir: str | Path = "data", seed: int = 0) -> B
             return load_imagenet_r(folder, seed)
         case "glyphs":
             return load_glyphs(folder, seed)
+        case "own":
+            return load_own(folder)
     raise DataError(f"There is no data set {name!r}: choose {', '.join(PROTOCOLS)}.")
 
 
@@ -1126,6 +1301,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Print a data set's split into tasks.")
     parser.add_argument("dataset", help=", ".join(PROTOCOLS))
     parser.add_argument("--protocol", help="B0-C4, B10-C2, 10-tasks, ...; default: the paper's")
+    parser.add_argument("--holdout", type=float, help="test on this part of the training images")
     parser.add_argument("--data-dir", type=Path, default=Path("data"), help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of glyphs' scenes, ImageNet-R's split")
     parser.add_argument("--order-seed", type=int, help="shuffle the classes; default: alphabetical")
@@ -1145,6 +1321,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"{options.pretrain}: {score:.1f} mAP on new scenes of its own symbols")
             return
         benchmark = load_benchmark(options.dataset, options.data_dir, options.seed)
+        if options.holdout is not None:
+            if not 0 < options.holdout <= 0.9:
+                raise DataError(f"--holdout {options.holdout} is not above 0 and up to 0.9.")
+            benchmark = hold_out(benchmark, options.holdout, options.seed)
         protocol = options.protocol or PROTOCOLS[options.dataset]
         tasks = make_tasks(benchmark, protocol, options.order_seed)
         print(describe(benchmark, tasks))

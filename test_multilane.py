@@ -1594,6 +1594,142 @@ def test_imagenet_r_split_is_made_once_and_written_down(tmp_path):
         data.load_imagenet_r(tmp_path, seed=1)
 
 
+def make_own(folder, train=6, test=4, classes=("ant", "bee", "cat", "dog")):
+    """Two CSV files: image i holds class i, and ant if i is odd."""
+    (folder / "photos").mkdir(parents=True, exist_ok=True)
+    for part, count in (("train", train), ("test", test)):
+        lines = ["image,labels"]
+        for i in range(count):
+            gradient_image(20 + i).save(folder / "photos" / f"{part} {i}.png")
+            own = classes[i % len(classes)]
+            lines.append(f"photos/{part} {i}.png,{own}" + "|ant" * (i % 2 and own != "ant"))
+        (folder / f"{part}.csv").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def test_own_images_from_csv(tmp_path):
+    own = data.load_own(make_own(tmp_path / "a folder"))
+    assert own.classes == ("ant", "bee", "cat", "dog") and own.multi_label and not own.notes
+    assert own.train.images[1] == tmp_path / "a folder" / "photos" / "train 1.png"
+    assert own.train.labels.int().tolist() == [
+        [1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [1, 0, 0, 1], [1, 0, 0, 0], [1, 1, 0, 0],
+    ]  # fmt: skip
+    assert len(own.test) == 4 and data.read_image(own.test.images[3], "test").size == (23, 30)
+    # As a spreadsheet writes it: a byte-order mark, CRLF, quotes, spaces, blank lines.
+    list_ = tmp_path / "a folder" / "train.csv"
+    list_.write_bytes(
+        '\ufeffimage,labels\r\n"photos/train 0.png", ant | é,t \r\n\r\n'.encode()
+        .replace(b" ant | \xc3\xa9,t ", b'"ant | \xc3\xa9,t "')
+    )  # fmt: skip
+    own = data.load_own(tmp_path / "a folder")
+    assert own.classes == ("ant", "bee", "cat", "dog", "é,t")
+    assert own.train.labels.int().tolist() == [[1, 0, 0, 0, 1]]
+    assert own.notes == ("own: no training image of bee, cat, dog", "own: no test image of é,t")
+
+
+def test_own_classes_can_be_ordered_and_added_to(tmp_path):
+    make_own(tmp_path)
+    (tmp_path / "classes.txt").write_text("dog\nbee\n\nant\ncat\n")
+    first = data.load_own(tmp_path)
+    assert first.classes == ("dog", "bee", "ant", "cat")
+    assert first.train.labels[1].tolist() == [False, True, True, False]
+    (tmp_path / "classes.txt").write_text("dog\nbee\nant\ncat\naxolotl\n")
+    shutil.copy(tmp_path / "photos" / "train 0.png", tmp_path / "photos" / "new.png")
+    (tmp_path / "train.csv").write_text("image,labels\nphotos/new.png,axolotl\n")
+    later = data.load_own(tmp_path)
+    assert later.classes[:4] == first.classes and "no training image of dog, bee" in later.notes[0]
+    with pytest.raises(DataError, match="Task 1 of own B2-C3"):
+        data.make_tasks(later, "B2-C3")
+    tasks = data.make_tasks(later, "B4-C1", learned=1)  # the old images may be gone
+    assert [len(task.train) for task in tasks] == [0, 1] and tasks[1].classes == ("axolotl",)
+
+
+def test_own_images_from_folders(tmp_path):
+    for name in ("train/cat/1.png", "train/dog/2.png", "test/cat/1.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        gradient_image(20 + len(name)).save(tmp_path / name)
+    (tmp_path / "train" / "eel").mkdir()
+    shutil.copy(tmp_path / "train" / "cat" / "1.png", tmp_path / "train" / "dog" / "1.png")
+    (tmp_path / "train" / "cat" / "notes.txt").write_text("no image")
+    (tmp_path / "train" / "cat" / ".DS_Store").write_text("hidden")
+    own = data.load_own(tmp_path)
+    assert own.classes == ("cat", "dog")
+    assert own.train.labels.tolist() == [[True, True], [False, True]]  # one image with two labels
+    assert own.train.images == [tmp_path / "train" / "cat" / "1.png", tmp_path / "train/dog/2.png"]
+    told = "\n".join(own.notes)
+    assert "no image in" in told and "eel" in told and "1 entries" in told and "notes.txt" in told
+    assert "no test image of dog" in told
+    gradient_image(50).save(tmp_path / "train" / "dog" / "1.png")
+    with pytest.raises(DataError, match=r"cat.1.png and .*dog.1.png are different.*rename"):
+        data.load_own(tmp_path)
+    (tmp_path / "train" / "dog" / "1.png").unlink()
+    (tmp_path / "classes.txt").write_text("cat\n")
+    with pytest.raises(DataError, match=r"2.png says 'dog', which is not in .*classes.txt"):
+        data.load_own(tmp_path)
+
+
+def own_fault(name, line):
+    def spoil(folder):
+        with open(folder / name, "ab") as file:
+            file.write(line if isinstance(line, bytes) else line.encode())
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    "fault, reason",
+    (
+        (
+            own_fault("train.csv", "photos/9.png,ant\n"),
+            r"train.csv, line 8, names photos/9.png, wh",
+        ),
+        (
+            own_fault("test.csv", "photos,ant\n"),
+            r"test.csv, line 6, names photos, which is no file",
+        ),
+        (own_fault("train.csv", "photos/test 0.png,\n"), r"train.csv, line 8, has an empty label"),
+        (own_fault("train.csv", "photos/test 0.png,ant||cat\n"), r"line 8, has an empty label"),
+        (own_fault("classes.txt", "ant\nbee\ncat"), r"train.csv, line 5, says 'dog', which is not"),
+        (own_fault("classes.txt", "ant\nbee\nant"), r"classes.txt, line 3, names 'ant' again.*1"),
+        (own_fault("classes.txt", "\n"), r"classes.txt names no class"),
+        (own_fault("train.csv", "photos/./train 2.png,ant\n"), r"line 8, lists .* after line 4"),
+        (own_fault("train.csv", "photos/test 0.png\n"), r'line 8, says "photos/test 0.png": it mu'),
+        (own_fault("train.csv", "photos/test 0.png,ant,cat\n"), r"line 8, says .* double quotes"),
+        (own_fault("train.csv", b"photos/\xe9.png,ant\n"), r"train.csv, line 8, is not UTF-8"),
+        (own_fault("classes.txt", b"ant\n\xe9"), r"classes.txt, line 2, is not UTF-8"),
+        (own_fault("train.csv", "../secret.png,ant\n"), r"line 8, names ../secret.png, .*outside"),
+        (own_fault("train.csv", "photos/../../secret.png,ant\n"), r"line 8, .* is outside of"),
+        (own_fault("train.csv", "/etc/passwd,ant\n"), r"line 8, names /etc/passwd, .*outside"),
+        (own_fault("train.csv", 'photos/test 0.png,"ant\n'), r"train.csv, line 8, is not CSV"),
+        (lambda f: (f / "train.csv").write_text(""), r'line 1, says "": it must be "image,labels"'),
+        (lambda f: (f / "train.csv").write_text("file;label\n"), r'line 1, says "file;label"'),
+        (lambda f: (f / "test.csv").write_text("image,labels\n"), r"test.csv has no image"),
+        (lambda f: (f / "train.csv").unlink(), r"holds neither train.csv nor a folder train"),
+    ),
+)
+def test_own_traps(tmp_path, fault, reason):
+    fault(make_own(tmp_path))
+    with pytest.raises(DataError, match=reason) as raised:
+        data.load_own(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+def test_own_images_without_a_test_part(tmp_path):
+    make_own(tmp_path, train=10)
+    (tmp_path / "test.csv").unlink()
+    own = data.load_own(tmp_path)
+    assert len(own.test) == 0 and not own.notes
+    with pytest.raises(DataError, match=r"own has no test images.*test.csv.*--holdout 0.2"):
+        data.make_tasks(own, "B0-C2")
+    held = data.hold_out(own, 0.3)
+    assert (len(held.train), len(held.test)) == (7, 3)
+    assert [len(task.seen) for task in data.make_tasks(held, "B0-C2")] == [2, 4]
+    with pytest.raises(DataError, match=r"the 4 classes arrive.*B0-C1, B0-C2 or B0-C4 would fit"):
+        data.make_tasks(held, None)
+    (tmp_path / "test.csv").write_text("image,labels\nphotos/train 3.png,dog\n")
+    assert "1 test images are training images too" in data.load_own(tmp_path).notes[0]
+
+
 # ---------------------------------------------------------------------------------------------
 # Data: downloads, tried on file:// addresses
 
@@ -2087,6 +2223,96 @@ def test_scores_can_be_taken_on_held_out_training_images(small, tmp_path):
     assert train.main(["--eval", str(run)]) == 0
 
 
+def own_flags(small, folder, **more):
+    more = {"protocol": "B0-C2", "data-dir": folder, "batch": 4, **more}
+    return flags(small, "own", **more)
+
+
+def test_own_images_end_to_end(small, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_own(tmp_path / "mine", 12, 8)
+    assert train.main(own_flags(small, tmp_path / "mine")) == 0
+    run = tmp_path / "runs" / "own-B0-C2"
+    assert "task 2/2: " in capsys.readouterr().out and (run / "report.md").exists()
+    assert train.main(["--eval", str(run)]) == 0
+    image = str(tmp_path / "mine" / "photos" / "test 1.png")
+    assert train.main(["--predict", image, "--run", str(run)]) == 0
+    capsys.readouterr()
+    assert train.main(own_flags(small, tmp_path / "mine", protocol=None)) == 2
+    assert "B0-C1, B0-C2 or B0-C4 would fit" in sentence(capsys)
+    assert train.main(own_flags(small, tmp_path / "nowhere", run=tmp_path / "other")) == 2
+    assert "neither train.csv nor" in sentence(capsys) and not (tmp_path / "other").exists()
+    (tmp_path / "mine" / "test.csv").unlink()
+    held = {"run": tmp_path / "held", "holdout": 0.3, "epochs": 1}
+    assert train.main(own_flags(small, tmp_path / "mine", **held)) == 0
+    with open(tmp_path / "mine" / "train.csv", "a") as list_:
+        list_.write("photos/gone.png,ant\n")
+    assert train.main(own_flags(small, tmp_path / "mine", run=tmp_path / "other")) == 2
+    assert "train.csv, line 14, names photos/gone.png" in sentence(capsys)
+
+
+def test_a_task_is_added_to_a_finished_run(small, tmp_path, capsys):
+    """New classes next month: the old lanes stay as they are, to the bit; only one is trained."""
+    make_own(tmp_path, 12, 8)
+    (tmp_path / "classes.txt").write_text("ant\nbee\ncat\ndog\n")
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert train.main(own_flags(small, tmp_path, run=first)) == 0
+    make_own(tmp_path, 14, 16, ("ant", "bee", "cat", "dog", "axolotl", "eel"))
+    (tmp_path / "classes.txt").write_text("ant\nbee\ncat\ndog\naxolotl\neel\n")
+    lines = (tmp_path / "train.csv").read_text().splitlines()
+    lines = [line for line in lines if not line.endswith((",ant", ",cat", "bee|ant", "dog|ant"))]
+    (tmp_path / "train.csv").write_text("\n".join(lines) + "\n")  # the old images are gone
+    words = own_flags(small, tmp_path, run=second, **{"start-from": first})
+    capsys.readouterr()
+    assert train.main(words) == 0
+    told = capsys.readouterr().out
+    assert "2 lanes are from" in told and "task 3/3" in told and "task 2/3" not in told
+    for name in ("lane-01.safetensors", "lane-02.safetensors"):
+        assert (second / name).read_bytes() == (first / name).read_bytes()
+    after = json.loads((second / "results.json").read_text())["after_task"]
+    assert [scores["classes"] for scores in after] == [2, 4, 6]
+    shutil.rmtree(first)  # nothing of it is needed any more
+    assert train.main(["--eval", str(second)]) == 0
+    assert "the same digits" in capsys.readouterr().out
+
+
+def test_a_run_from_other_lanes_resumes_to_the_same_bits(small, tmp_path, monkeypatch):
+    make_own(tmp_path, 12, 8)
+    (tmp_path / "classes.txt").write_text("ant\nbee\ncat\ndog\n")
+    assert train.main(own_flags(small, tmp_path, run=tmp_path / "first", protocol="B2-C2")) == 0
+    words = {"start-from": tmp_path / "first", "protocol": "B2-C2", "data-dir": tmp_path / "more"}
+    make_own(tmp_path / "more", 12, 12, ("ant", "bee", "cat", "dog", "eel", "fly"))
+    assert train.main(own_flags(small, tmp_path / "more", run=tmp_path / "a", **words)) == 0
+    with monkeypatch.context() as patch:
+        stop_after_writes(patch, 6, KeyboardInterrupt())
+        assert train.main(own_flags(small, tmp_path / "more", run=tmp_path / "b", **words)) == 130
+    assert train.main(["--resume", "--run", str(tmp_path / "b")]) == 0
+    assert numbers(tmp_path / "a") == numbers(tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    "more, reason",
+    (
+        ({"start-from": "nowhere"}, "--start-from nowhere is no run's folder"),
+        ({"protocol": "B0-C1"}, "its lane 1 is for ant, bee, but task 1 here is for ant: write"),
+        ({"protocol": "B2-C1", "order-seed": 3}, "but task 1 here is for"),
+        ({"selectors": 4}, "--start-from: "),
+        ({"holdout": 0.5}, "--holdout with --start-from could test old lanes"),
+        ({"ablate": "pathways"}, "--start-from does nothing where"),
+        ({"run": None, "epochs": None, "dry-run": True}, "--start-from does nothing with --dry"),
+    ),
+)
+def test_lanes_that_cannot_be_started_from(small, tmp_path, capsys, more, reason):
+    first = small / "own first"
+    if not first.exists():
+        make_own(small / "own", 12, 8)
+        assert train.main(own_flags(small, small / "own", run=first, epochs=1)) == 0
+        capsys.readouterr()
+    given = {"run": tmp_path / "run", "start-from": first, **more}
+    assert train.main(own_flags(small, small / "own", **given)) == 2
+    assert reason in sentence(capsys) and not (tmp_path / "run").exists()
+
+
 def test_check_data_opens_every_image_before_training(small, tmp_path, capsys):
     root, run = make_voc(tmp_path, 20, 20), tmp_path / "run"
     words = [*flags(small, epochs=1, **{"data-dir": tmp_path}), "--check-data", "--run", str(run)]
@@ -2448,6 +2674,7 @@ def test_help_shows_the_defaults_of_the_data_set(capsys):
         ("coco", ["(default: 0.03)", "(default: 128)", "B0-C10"]),
         ("imagenet-r", ["(default: 12)", "(default: 1024)", "10-tasks"]),
         ("glyphs", ["glyph_vit", "(default: 64)"]),
+        ("own", ["augreg_in21k_ft_in1k", "(default: 10)", "of own data, say which"]),
     ):
         with pytest.raises(SystemExit) as end:
             train.main(["--dataset", dataset, "--help"])

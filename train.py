@@ -5,6 +5,7 @@
     python train.py --resume --run runs/voc-B0-C4   go on where a run was stopped
     python train.py --eval runs/voc-B0-C4           score its lanes again
     python train.py --predict a.jpg --run runs/voc-B0-C4
+    python train.py --dataset own --data-dir DIR --protocol B0-C2    your images: see data.load_own
     torchrun --nproc-per-node 2 train.py ...        the same run, shared by two processes
 
 The file reads from top to bottom: presets, metrics, processes, backbone and views, the kept frozen
@@ -107,6 +108,18 @@ PRESETS: dict[str, dict[str, Any]] = {
         "epochs": 20, "batch": 64, "lr": 0.4,
         "selectors": 10, "prompts": 10, "prompt_blocks": 5,
     },
+    "own": {  # your images: a start, not a published setting
+        "backbone": VIT_B,
+        "normalize": True,  # as the weights were trained, since there is no table to agree with
+        "crop_scale": 0.25,  # a small crop loses small things, and keeps their labels
+        "flip": True,
+        "cache_views": 1,  # the ViT sees each image once, so more epochs cost little
+        # Small batches: of a few hundred images an epoch is still several steps. The first is
+        # lr * batch/256 = 0.025, half of VOC's: too slow shows in the loss and is mended by more
+        # epochs, too fast does not always show.
+        "epochs": 10, "batch": 32, "lr": 0.2,
+        "selectors": 10, "prompts": 10, "prompt_blocks": 5,
+    },
 }  # fmt: skip
 # What other methods want otherwise: rates as their own papers published them ("any" data set), and
 # for glyphs the best of three on held-out scenes; 5 epochs, since each runs the whole ViT.
@@ -135,9 +148,10 @@ COMMON = {  # the same for every data set
     "method": "multilane", "weights": None, "warm_start": True, "ablate": None, "merged_tokens": 30,
     "precision": "fp32", "compile": False, "seed": 0, "order_seed": None, "threshold": 0.8,
     "data_dir": Path("data"), "device": "auto", "workers": 0, "cache_dir": None, "holdout": None,
+    "start_from": None,
 }  # fmt: skip
 # What may change from a run to its continuation: it says where things are, not what they are.
-PLACES = ("weights", "data_dir", "cache_dir", "workers", "device")
+PLACES = ("weights", "data_dir", "cache_dir", "start_from", "workers", "device")
 TEST_BATCH = 64  # the same on every machine: a score must not depend on how it was batched
 
 METRICS = """\
@@ -365,7 +379,9 @@ def load_tasks(o: Options) -> tuple[Benchmark, list[Task]]:
         benchmark = data.hold_out(benchmark, o.holdout, o.seed)
     protocol = f"B0-C{len(benchmark.classes)}" if o.method == "joint" else o.protocol
     if not o.dry_run:
-        return benchmark, data.make_tasks(benchmark, protocol, o.order_seed)
+        done = read_state(o.folder).task if "folder" in o else 0
+        learned = done or len(lanes_to_start_from(o))  # these need no training images
+        return benchmark, data.make_tasks(benchmark, protocol, o.order_seed, learned)
     few = []
     for split, count in ((benchmark.train, 4), (benchmark.test, 2)):  # images of every class
         rows = (split.labels & (split.labels.cumsum(0) <= count)).any(1)
@@ -895,6 +911,8 @@ def train(explicit: dict, folder: Path) -> None:
     benchmark, tasks = load_tasks(o)
     if saved:
         check_same(saved, model, benchmark, folder)
+    if o.start_from and not read_state(folder).task:
+        check_start(o, model, tasks)
     config = saved or make_config(o, model, benchmark)
     if "check_data" in explicit and is_first():
         say(f"{data.check_data(tasks):,} image files can be read")
@@ -921,12 +939,41 @@ def lane_files(folder: Path, count: int) -> list[Path]:
     return [folder / f"lane-{t + 1:02d}.safetensors" for t in range(count)]
 
 
+def lanes_to_start_from(o: Options) -> list[Path]:
+    """The finished lanes of the run that --start-from names."""
+    files = lane_files(o.start_from, read_state(o.start_from).task) if o.start_from else []
+    if o.start_from and not files:
+        raise UsageError(f"--start-from {o.start_from} is no run's folder, or has no finished lane")
+    return files
+
+
+def check_start(o: Options, model: MultiLane, tasks: Sequence[Task]) -> None:
+    """Refuse lanes to start from that are not those of the first tasks."""
+    trial = type(model)(model.backbone, model.config)
+    try:
+        trial.load_lanes(lanes_to_start_from(o))
+    except ValueError as error:
+        raise UsageError(f"--start-from: {error}") from None
+    for t, lane in enumerate(trial.lanes):
+        wanted = tasks[t].classes if t < len(tasks) else ()
+        if lane.classes != wanted:
+            raise UsageError(
+                f"--start-from {o.start_from}: its lane {t + 1} is for {', '.join(lane.classes)}, "
+                f"but task {t + 1} here is for {', '.join(wanted) or 'nothing'}: write new classes "
+                "at the end of classes.txt, and give a --protocol that begins like that run's"
+            )
+
+
 def run_tasks(model: MultiLane, tasks: Sequence[Task], o: Options) -> State:
     """Train and score the lanes, from wherever the folder's state is."""
     state = share(read_state(o.folder) if is_first() else None)
     files = lane_files(o.folder, len(tasks))
     kept_logits, test = o.folder / "logits.safetensors", TestImages(tasks[-1].test, model, o)
     logits = torch.zeros(test.count, 0)  # [n,C] of finished lanes; the first process needs them
+    if o.start_from and not state.task:  # their files are copied: a run's folder is complete
+        state.task = len(lanes_to_start_from(o))
+        for old, new in zip(lanes_to_start_from(o), files, strict=False) if is_first() else ():
+            write_whole(new, old.read_bytes())
     if state.records:
         say(f"resuming after {state.task} tasks and {state.epoch} epochs")
     if state.records and is_first():
@@ -934,12 +981,24 @@ def run_tasks(model: MultiLane, tasks: Sequence[Task], o: Options) -> State:
         if state.task:
             # It may have been stopped after it had scored the lane in work: that is done again.
             logits = load_file(kept_logits)["logits"][:, : len(tasks[state.task - 1].seen)]
+    if is_first():
         model.load_lanes(files[: state.task])
     for task in tasks[len(model.lanes) : state.task]:  # the other processes get what the first read
         model.add_lane(task.classes)
     for p in model.lanes.parameters() if dist.is_initialized() else ():
         dist.broadcast(p.data, 0)
     keep_test = o.cache_views and method(o).on_stream and len(tasks) - state.task > 1
+    if state.task and not state.records:  # lanes of another run: scored here, as if learned here
+        say(f"{state.task} lanes are from {o.start_from}")
+        started, logits = time.perf_counter(), test_logits(model, test, range(state.task))
+        if is_first():
+            write_whole(kept_logits, save({"logits": logits}))
+            for task in tasks[: state.task]:
+                scores = score(logits, task, tasks, o)
+                tell_scores(scores)
+                spent, started = time.perf_counter() - started, time.perf_counter()
+                state.records.append(scores | {"time": {"seconds": spent}})
+        write_state(o.folder, state)
     for task in tasks[state.task :]:
         names = ", ".join(task.classes)
         say(f"task {task.index + 1}/{len(tasks)}: {len(task.train):,} training images of {names}")
@@ -1386,13 +1445,16 @@ def make_parser(dataset: str, method: str = "multilane") -> argparse.ArgumentPar
 
     yes_no, path = {"action": argparse.BooleanOptionalAction}, {"type": Path, "metavar": "PATH"}
     add("--dataset", text="default: glyphs", choices=PRESETS)
-    add("--protocol", text="B0-C4, B10-C2, 10-tasks, ...")
+    text = "B0-C4: tasks of 4 classes; B10-C2: 10, then 2 each; 10-tasks; of own data, say which"
+    add("--protocol", text=text)
     add("--order-seed", text="shuffle the classes before the cut into tasks", type=at_least(0))
     add("--data-dir", text="where data sets are, or are downloaded to", **path)
     text = "score on this part of the training images, not on the test images: to choose settings"
     add("--holdout", text=text, type=between(0, 0.9))
     add("--check-data", text="open every image before training begins", action="store_true")
     group = parser.add_argument_group("what to do, if not a training from its beginning")
+    text = "a run whose lanes are those of the first tasks: only the other tasks are trained"
+    add("--start-from", text=text, metavar="RUN", type=Path)
     # torchrun on Python 3.11 takes --run for its own --run-path: hence the second name.
     add("--run", "--run-dir", text="folder; default: runs/<data set>-<protocol>...", **path)
     add("--resume", text="go on with a run, or begin it", action="store_true")
@@ -1449,7 +1511,7 @@ def check_command(given: set[str]) -> None:
             raise UsageError(f"{flag(min(useless))} does nothing with {flag(mode)}")
     if "predict" in given and "run" not in given:
         raise UsageError("--predict needs --run RUN: the lanes that are asked")
-    if "dry_run" in given and (useless := given & {"run", "epochs"}):
+    if "dry_run" in given and (useless := given & {"run", "epochs", "start_from"}):
         raise UsageError(f"{flag(min(useless))} does nothing with --dry-run, which has its own")
 
 
@@ -1466,6 +1528,8 @@ def check_settings(o: Options, given: Collection[str]) -> None:
         ("flip", o.cache_views == 1, "with --cache-views 1, which takes the centre"),
         ("cache_dir", o.cache_views == 0, "without --cache-views"),
         ("selectors", o.ablate == "selectors", "with --ablate selectors: Token Merging has none"),
+        ("start_from", not method(o).independent, "where a task may change older ones"),
+        ("start_from", o.method == "joint", f"{named}: all is one task"),
         ("merged_tokens", o.ablate != "selectors", "without --ablate selectors"),
         ("prompt_blocks", o.prompts == 0, "with --prompts 0"),
         ("prompts", o.prompt_blocks == 0, "with --prompt-blocks 0"),
@@ -1473,9 +1537,15 @@ def check_settings(o: Options, given: Collection[str]) -> None:
     ):
         if name in given and useless:
             raise UsageError(f"{flag(name)} does nothing {why}")
+    if o.holdout and o.start_from:
+        raise UsageError(
+            "--holdout with --start-from could test old lanes on images that they were trained "
+            "on: give the data a test part"
+        )
     if o.cache_views > 1 and not method(o).on_stream:
         raise UsageError(f"--cache-views {o.cache_views} {named}: give 0 or 1, it keeps no stream")
-    if not re.fullmatch(r"B\d+-C\d+|\d+-tasks", o.protocol):  # before anything is downloaded
+    # Before anything is downloaded; without one, reading the user's own data says what would fit.
+    if o.protocol and not re.fullmatch(r"B\d+-C\d+|\d+-tasks", o.protocol):
         raise UsageError(f"--protocol {o.protocol} is none: give one like B0-C4 or 10-tasks")
     if o.weights is not None and not o.weights.is_file():
         raise UsageError(f"--weights {o.weights}: there is no such file")
