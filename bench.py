@@ -168,7 +168,7 @@ def literal_lanes(model: MultiLane, images: Tensor) -> Tensor:
     prompts = torch.stack([lane.prompts for lane in lanes], 2)  # [prompt_blocks,2,T,H,P,d]
     s = torch.stack([lane.selectors for lane in lanes])  # [T,S,D]
     tokens = torch.cat([first_cls(vit).expand(T, -1, -1), s], 1).repeat(B, 1, 1)  # [B*T,1+S,D]
-    for index, (block, (g, *_)) in enumerate(zip(vit.blocks, stream, strict=True)):
+    for index, (block, g) in enumerate(zip(vit.blocks, stream, strict=True)):
         n = block.norm1(tokens)
         c, s = n[:, :1], n[:, 1:]
         gbar = summarize(s.reshape(B, T * S, -1), g).view(B * T, S, -1)

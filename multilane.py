@@ -174,33 +174,20 @@ def finish(block: nn.Module, x: Tensor, heads: Tensor) -> Tensor:
     return x + block.ls2(block.mlp(block.norm2(x)))
 
 
-class BlockStream(NamedTuple):
-    """What lanes read of one block. Keys and values are None where only g was kept."""
-
-    g: Tensor  # [B,N,D]
-    keys: Tensor | None = None  # [B,N,H,d]
-    values: Tensor | None = None  # [B,N,H,d]
-
-
 @torch.no_grad()
 def frozen_stream(
-    vit: nn.Module, x: Tensor, keys: bool = False, cls: bool = True
-) -> tuple[list[BlockStream], Tensor | None]:
-    """Run the frozen ViT over x [B,N,D] and keep what lanes read, block by block.
+    vit: nn.Module, x: Tensor, cls: bool = True
+) -> tuple[list[Tensor], Tensor | None]:
+    """Run the frozen ViT over x [B,N,D] and keep what lanes read: g [B,N,D] of every block.
 
     Also gives the frozen [CLS] after the final norm [B,D], if asked for: without it, the last
-    block's queries, attention and MLP serve nobody and are not computed.
+    block's projections, attention and MLP serve nobody and are not computed.
     """
     stream = []
     for index, block in enumerate(vit.blocks):
-        g, skip = block.norm1(x), not cls and index + 1 == len(vit.blocks)
-        k = v = None
-        if not skip:
-            q, k, v = project(block.attn, g)
-            x = finish(block, x, frozen_attention(q, k, v))
-        elif keys:
-            k, v = project(block.attn, g, 1, 3)
-        stream.append(BlockStream(g, k, v) if keys else BlockStream(g))
+        stream.append(block.norm1(x))
+        if cls or index + 1 < len(vit.blocks):
+            x = finish(block, x, frozen_attention(*project(block.attn, stream[-1])))
     return stream, final_norm(vit, x[:, 0]) if cls else None
 
 
@@ -244,13 +231,13 @@ def prefix_attention(attn: nn.Module, x: Tensor, prompts: Tensor | None) -> Tens
     return attn.proj((weights @ v).transpose(1, 2).flatten(2))  # [B,M,D]
 
 
-def reference_lane(vit: nn.Module, lane: "Lane", stream: list[BlockStream]) -> Tensor:
+def reference_lane(vit: nn.Module, lane: "Lane", stream: Sequence[Tensor]) -> Tensor:
     """One lane, from its first [CLS] to the [CLS] after the last block [B,D]."""
-    config, B = lane.config, len(stream[0].g)
+    config, B = lane.config, len(stream[0])
     tokens = first_cls(vit).expand(B, -1, -1)  # [B,1,D]
     if not config.token_merging:
         tokens = torch.cat([tokens, lane.selectors.expand(B, -1, -1)], 1)  # [B,1+S,D]
-    for index, (block, (g, *_)) in enumerate(zip(vit.blocks, stream, strict=True)):
+    for index, (block, g) in enumerate(zip(vit.blocks, stream, strict=True)):
         n = block.norm1(tokens)
         c, s = n[:, :1], n[:, 1:]
         if config.token_merging:
@@ -280,8 +267,8 @@ def reference_lane(vit: nn.Module, lane: "Lane", stream: list[BlockStream]) -> T
 # (iv)  Everything but attention works token by token: without gradients the lanes' [CLS] ride
 #       along in the frozen tokens' matrix products.
 # (v)   The last block's frozen tokens are needed as keys and values only.
-# (vi)  q . K(g) = (W_K^T q) . g and sum_n w_n V(g_n) = W_V (sum_n w_n g_n): g alone is enough, so
-#       for fixed images it can be kept, and training never runs the ViT again.
+# (vi)  q . K(gbar) = (W_K^T q) . gbar and sum_s w_s V(gbar_s) = W_V (sum_s w_s gbar_s): g alone is
+#       enough, so for fixed images it can be kept, and training never runs the ViT again.
 
 
 class LaneStack(NamedTuple):
@@ -336,22 +323,22 @@ def mix(z: Tensor, r: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
     return summaries @ alpha, w
 
 
-def lane_attention(attn, cls, frozen: BlockStream, z: Tensor, prompts, mix=mix) -> Tensor:
+def lane_attention(attn, cls, z: Tensor, prompts, g=None, frozen=None, mix=mix) -> Tensor:
     """The attention output of the lanes' [CLS] tokens [B,T,H*d].
 
-    cls: their query, key, value [B,T,H,d]; z [B,T,S,N]; prompts [2,T,H,P,d] or None.
+    cls: their query, key, value [B,T,H,d]; z [B,T,S,N]; prompts [2,T,H,P,d] or None. Of the image,
+    either frozen, its keys and values [B,N,H,d] (identity ii), or g [B,N,D] alone (identity vi).
     """
-    (q, k, v), (g, keys, values) = cls, frozen
-    T, H, d = q.shape[1:]
+    (q, k, v), (T, H, d) = cls, cls[0].shape[1:]
     q = q * d**-0.5
     e = (q * k).sum(-1, keepdim=True)  # [B,T,H,1]
     if prompts is not None:
         e = torch.cat([torch.einsum("bthd,thpd->bthp", q, prompts[0]), e], -1)  # [B,T,H,P+1]
-    if keys is not None:
-        r = torch.einsum("bthd,bnhd->bthn", q, keys)  # [B,T,H,N]
+    if frozen is not None:
+        r = torch.einsum("bthd,bnhd->bthn", q, frozen[0])  # [B,T,H,N]
         a, w = mix(z, r, e)  # [B,T,H,N], [B,T,H,P+1]
-        out = torch.einsum("bthn,bnhd->bthd", a, values)  # [B,T,H,d]
-    else:  # identity (vi)
+        out = torch.einsum("bthn,bnhd->bthd", a, frozen[1])  # [B,T,H,d]
+    else:
         _, weight_k, weight_v = attn.qkv.weight.view(3, H, d, -1)  # [H,d,D]
         bias = q.new_zeros(3, H, d) if attn.qkv.bias is None else attn.qkv.bias.view(3, H, d)
         gbar = (z.softmax(-1).flatten(1, 2) @ g).unflatten(1, (T, -1))  # [B,T,S,D]
@@ -366,12 +353,16 @@ def lane_attention(attn, cls, frozen: BlockStream, z: Tensor, prompts, mix=mix) 
     return out.flatten(2)
 
 
-def parallel_lanes(vit: nn.Module, stack: LaneStack, stream: Sequence[BlockStream]) -> Tensor:
-    """All lanes over a frozen stream, with gradients into the lanes -> [CLS] tokens [B,T,D]."""
-    c = first_cls(vit).expand(stream[0].g.shape[0], stack.prompts.shape[2], -1)  # [B,T,D]
-    for index, (block, frozen) in enumerate(zip(vit.blocks, stream, strict=True)):
+def parallel_lanes(vit: nn.Module, stack: LaneStack, stream: Sequence[Tensor]) -> Tensor:
+    """All lanes over a frozen stream, with gradients into the lanes -> [CLS] tokens [B,T,D].
+
+    From g alone, even where the ViT has just run: for a few lanes that costs no more, and autograd
+    need not hold every block's keys and values until the backward pass.
+    """
+    c = first_cls(vit).expand(len(stream[0]), stack.prompts.shape[2], -1)  # [B,T,D]
+    for index, (block, g) in enumerate(zip(vit.blocks, stream, strict=True)):
         cls = project(block.attn, block.norm1(c))
-        c = finish(block, c, lane_attention(block.attn, cls, frozen, *stack.at(index, frozen.g)))
+        c = finish(block, c, lane_attention(block.attn, cls, *stack.at(index, g), g))
     return c
 
 
@@ -411,8 +402,8 @@ def riding_attention(
     else:
         (frozen_q, q), k, v = map(cut, project(attn, n))
         heads.append(frozen_attention(frozen_q, k[0], v[0]).flatten(0, 1))  # [B*N,H*d]
-    frozen, own = BlockStream(g, k[0], v[0]), (q, k[1], v[1])
-    lanes = lane_attention(attn, own, frozen, *stack.at(index, g), mix)  # [B,T,H*d]
+    frozen, own = (k[0], v[0]), (q, k[1], v[1])
+    lanes = lane_attention(attn, own, *stack.at(index, g), frozen=frozen, mix=mix)  # [B,T,H*d]
     return torch.cat([*heads, lanes.flatten(0, 1)])
 
 
@@ -751,7 +742,7 @@ class MultiLane(nn.Module):
             stream, cls = frozen_stream(self.backbone, x)
             c = self._one_by_one(lanes, stream)
         elif torch.is_grad_enabled():
-            stream, cls = frozen_stream(self.backbone, x, keys=True, cls=want_cls)
+            stream, cls = frozen_stream(self.backbone, x, want_cls)
             c = parallel_lanes(self.backbone, stack or self._stack(lanes), stream)
         else:
             c, cls = self._ride(stack or self._stack(lanes), x, want_cls)
@@ -766,7 +757,7 @@ class MultiLane(nn.Module):
     def stream(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """The frozen stream g [L,B,N,D] and frozen [CLS] [B,D] of these images, to be kept."""
         stream, cls = frozen_stream(self.backbone, embed(self.backbone, self._checked(images)))
-        return torch.stack([block.g for block in stream]), cls
+        return torch.stack(stream), cls
 
     def forward_stream(self, g: Tensor, cls: Tensor | None = None, lane: int | None = None):
         """As `forward`, from a kept frozen stream in place of the images (identity vi).
@@ -781,7 +772,7 @@ class MultiLane(nn.Module):
                 f"g is {tuple(g.shape)}: the frozen stream of this backbone is [{L},B,N,{D}], and "
                 "comes with cls where keys choose the lane; both are made by `stream`."
             )
-        stream = [BlockStream(block.to(token.dtype)) for block in g]
+        stream = [block.to(token.dtype) for block in g]
         if not lanes or impl == "reference" or not self.config.drop_replace:
             c = self._one_by_one(lanes, stream)
         else:
@@ -805,14 +796,14 @@ class MultiLane(nn.Module):
         vit, images = self.backbone, self._checked(images)
         stream, _ = frozen_stream(vit, embed(vit, images), cls=False)
         path = self._stack(list(self.lanes)).path[: None if self.config.drop_replace else 1]
-        maps = [look(s, block.g).softmax(-1) for s, block in zip(path, stream)]  # [B,T,S,N] each
+        maps = [look(s, g).softmax(-1) for s, g in zip(path, stream)]  # [B,T,S,N] each
         maps = torch.stack(maps, 2)[..., vit.num_prefix_tokens :]  # [B,T,L,S,patches]
         return maps.unflatten(-1, vit.patch_embed.dynamic_feat_size(tuple(images.shape[-2:])))
 
-    def _one_by_one(self, lanes: list[Lane], stream: list[BlockStream]) -> Tensor:
+    def _one_by_one(self, lanes: list[Lane], stream: Sequence[Tensor]) -> Tensor:
         """The reference for each lane -> [CLS] tokens [B,T,D]."""
         c = [reference_lane(self.backbone, lane, stream) for lane in lanes]
-        return torch.stack(c, 1) if c else stream[0].g[:, :0]
+        return torch.stack(c, 1) if c else stream[0][:, :0]
 
     def _ride(self, stack: LaneStack, x: Tensor, want_cls: bool) -> tuple[Tensor, Tensor | None]:
         """Inference by `riding_lanes`, with the kernel where it is chosen and works."""
