@@ -44,6 +44,8 @@ from multilane import (
 class TaskHead(nn.Module):
     """A linear head for the classes of one task, and what else the task trains, by name."""
 
+    statistics = None  # these methods have no readout
+
     def __init__(self, classes: Sequence[str], config: LaneConfig, vit: nn.Module, **more: Tensor):
         super().__init__()
         self.classes, self.config = tuple(classes), config

@@ -163,7 +163,7 @@ def trainable(row: Row, vit: nn.Module, o: Options) -> tuple[int, str]:
 def literal_lanes(model: MultiLane, images: Tensor) -> Tensor:
     """All lanes as the paper writes them: images [B,3,height,width] -> logits [B,C]."""
     vit, lanes = model.backbone, list(model.lanes)
-    stream, _ = frozen_stream(vit, embed(vit, images))
+    stream, _ = frozen_stream(vit, embed(vit, images), whole=True)
     B, T, S = len(images), len(lanes), model.config.selectors
     prompts = torch.stack([lane.prompts for lane in lanes], 2)  # [prompt_blocks,2,T,H,P,d]
     s = torch.stack([lane.selectors for lane in lanes])  # [T,S,D]

@@ -11,7 +11,8 @@ replay. All lanes run on every image, their logits are concatenated.
 
 The file reads from top to bottom: the settings, the frozen ViT, the method as the paper writes it
 (the reference), the same numbers for all lanes at once at the price of a plain ViT (parallel), the
-GPU kernel for its innermost step, and the module that a user holds.
+GPU kernel for its innermost step, a readout that all lanes may share (not in the paper), and the
+module that a user holds.
 
 Words and shapes:
     B images   T lanes (tasks)   S selectors per lane   P prompts per lane and block
@@ -24,6 +25,7 @@ Words and shapes:
 
 import hashlib
 import json
+import operator
 import os
 import warnings
 from collections.abc import Iterable, Sequence
@@ -58,17 +60,22 @@ class LaneConfig:
     drop_replace: bool = True  # False: summarize in block 0 only, then carry the summaries along
     token_merging: bool = False  # True: summaries by Token Merging, the same for all lanes
     merged_tokens: int = 30  # Token Merging halves the tokens until at most so many are left
+    # Beyond the paper, see section 6.
+    readout: float = 0.0  # what the shared readout's log-odds weigh in the logits; 0: there is none
 
     def __post_init__(self):
         least = {"selectors": 1, "prompts": 0, "prompt_blocks": 0, "merged_tokens": 1}
         for name, value in asdict(self).items():
-            if name in least and (type(value) is not int or value < least[name]):
+            if name in least:
                 wish = f"a whole number of at least {least[name]}"
-            elif name not in least and type(value) is not bool:
-                wish = "True or False"
+                fine = type(value) is int and value >= least[name]
+            elif name == "readout":
+                wish, fine = "a number of at least 0", type(value) in (int, float)
+                fine = fine and 0 <= value < float("inf")
             else:
-                continue
-            raise ValueError(f"LaneConfig.{name} is {value!r}: give {wish}.")
+                wish, fine = "True or False", type(value) is bool
+            if not fine:
+                raise ValueError(f"LaneConfig.{name} is {value!r}: give {wish}.")
         if self.token_merging and not self.drop_replace:
             raise ValueError(
                 "LaneConfig cannot have token_merging=True with drop_replace=False: without "
@@ -176,18 +183,25 @@ def finish(block: nn.Module, x: Tensor, heads: Tensor) -> Tensor:
 
 @torch.no_grad()
 def frozen_stream(
-    vit: nn.Module, x: Tensor, cls: bool = True
+    vit: nn.Module, x: Tensor, cls: bool = True, whole: bool = False
 ) -> tuple[list[Tensor], Tensor | None]:
     """Run the frozen ViT over x [B,N,D] and keep what lanes read: g [B,N,D] of every block.
 
-    Also gives the frozen [CLS] after the final norm [B,D], if asked for: without it, the last
-    block's projections, attention and MLP serve nobody and are not computed.
+    Also gives the frozen [CLS] after the final norm [B,D], if asked for. After the last norm1
+    nobody reads the patches any more: of the last block only the row of [CLS] is computed, or
+    nothing; whole computes it all, as the method is literally written.
     """
     stream = []
     for index, block in enumerate(vit.blocks):
         stream.append(block.norm1(x))
-        if cls or index + 1 < len(vit.blocks):
+        if whole or index + 1 < len(vit.blocks):
             x = finish(block, x, frozen_attention(*project(block.attn, stream[-1])))
+        elif cls:
+            (q,), kv = (
+                project(block.attn, stream[-1][:, :1], 0, 1),
+                project(block.attn, stream[-1], 1),
+            )
+            x = finish(block, x[:, :1], frozen_attention(q, *kv))
     return stream, final_norm(vit, x[:, 0]) if cls else None
 
 
@@ -266,7 +280,7 @@ def reference_lane(vit: nn.Module, lane: "Lane", stream: Sequence[Tensor]) -> Te
 # (iii) Selectors never meet the image: their path is computed once, not once per image.
 # (iv)  Everything but attention works token by token: without gradients the lanes' [CLS] ride
 #       along in the frozen tokens' matrix products.
-# (v)   The last block's frozen tokens are needed as keys and values only.
+# (v)   The last block's patches are needed as keys and values only.
 # (vi)  q . K(gbar) = (W_K^T q) . gbar and sum_s w_s V(gbar_s) = W_V (sum_s w_s gbar_s): g alone is
 #       enough, so for fixed images it can be kept, and training never runs the ViT again.
 
@@ -367,27 +381,27 @@ def parallel_lanes(vit: nn.Module, stack: LaneStack, stream: Sequence[Tensor]) -
 
 
 def riding_lanes(
-    vit: nn.Module, stack: LaneStack, x: Tensor, cls: bool = False, mix=mix
-) -> tuple[Tensor, Tensor | None]:
+    vit: nn.Module, stack: LaneStack, x: Tensor, mix=mix
+) -> tuple[Tensor, Tensor, Tensor]:
     """All lanes and the frozen tokens x [B,N,D] in one matrix of rows (identities iv and v).
 
-    Inference only. -> the lanes' [CLS] tokens [B,T,D], and the frozen one [B,D] if asked for.
+    Inference only. -> the lanes' [CLS] tokens [B,T,D]; as `frozen_stream`, the last block's
+    g [B,N,D] and the frozen [CLS] after the final norm [B,D].
     """
     (B, N, D), T = x.shape, stack.prompts.shape[2]
     c = first_cls(vit).expand(B, T, -1)
     # The lanes' rows come after all frozen rows: so both are cut out of a product without a copy.
     x = torch.cat([x.flatten(0, 1), c.flatten(0, 1)])  # [B*N+B*T,D]
     for index, block in enumerate(vit.blocks):
-        lanes_only = not cls and index + 1 == len(vit.blocks)
-        heads = riding_attention(block.attn, block.norm1(x), (B, N), stack, index, lanes_only, mix)
-        x = finish(block, x[-B * T :] if lanes_only else x, heads)
-    return x[-B * T :].view(B, T, D), final_norm(vit, x[: B * N : N]) if cls else None
+        n, last = block.norm1(x), index + 1 == len(vit.blocks)
+        heads = riding_attention(block.attn, n, (B, N), stack, index, last, mix)
+        x = torch.cat([x[: B * N : N], x[B * N :]]) if last else x  # [B+B*T,D]
+        x = finish(block, x, heads)
+    return x[B:].view(B, T, D), n[: B * N].view(B, N, D), final_norm(vit, x[:B])
 
 
-def riding_attention(
-    attn, n: Tensor, size, stack: LaneStack, index: int, lanes_only, mix
-) -> Tensor:
-    """The attention output of all rows n [B*N+B*T,D], or of the lanes' only, as rows.
+def riding_attention(attn, n: Tensor, size, stack: LaneStack, index: int, last, mix) -> Tensor:
+    """The attention output of all rows n [B*N+B*T,D]; in the last block, of the [CLS] rows only.
 
     A function of its own, so that queries, keys and values are gone when the MLP needs the room.
     """
@@ -395,16 +409,20 @@ def riding_attention(
     def cut(rows: Tensor) -> tuple[Tensor, Tensor]:  # -> [B,N,...] frozen, [B,T,...] lanes
         return tuple(t.unflatten(0, (B, -1)) for t in rows.split([B * N, len(rows) - B * N]))
 
-    (B, N), heads = size, []
+    B, N = size
     g, own = cut(n)
-    if lanes_only:
-        (q,), (k, v) = project(attn, own, 0, 1), map(cut, project(attn, n, 1, 3))
+    if last:  # identity (v)
+        (q,), (k, v) = (
+            project(attn, torch.cat([g[:, :1], own], 1), 0, 1),
+            map(cut, project(attn, n, 1)),
+        )
+        q = q[:, :1], q[:, 1:]
     else:
-        (frozen_q, q), k, v = map(cut, project(attn, n))
-        heads.append(frozen_attention(frozen_q, k[0], v[0]).flatten(0, 1))  # [B*N,H*d]
-    frozen, own = (k[0], v[0]), (q, k[1], v[1])
-    lanes = lane_attention(attn, own, *stack.at(index, g), frozen=frozen, mix=mix)  # [B,T,H*d]
-    return torch.cat([*heads, lanes.flatten(0, 1)])
+        q, k, v = map(cut, project(attn, n))
+    frozen = frozen_attention(q[0], k[0], v[0])  # [B,N,H*d], or [B,1,H*d]
+    z, prompts = stack.at(index, g)
+    lanes = lane_attention(attn, (q[1], k[1], v[1]), z, prompts, frozen=(k[0], v[0]), mix=mix)
+    return torch.cat([frozen.flatten(0, 1), lanes.flatten(0, 1)])
 
 
 # ---------------------------------------------------------------------------------------------
@@ -498,7 +516,7 @@ def kernel_agrees(vit: nn.Module, stack: LaneStack, x: Tensor) -> bool:
         return exact
 
     try:
-        riding_lanes(vit, stack, x, mix=both)
+        riding_lanes(vit, stack, x, both)
         works = all(error <= tolerance for error, tolerance in errors)
         problem = f"its results are off by {max(errors)[0]:.1e}"
     except Exception as failure:  # noqa: BLE001, a compiler or driver may raise anything
@@ -509,7 +527,69 @@ def kernel_agrees(vit: nn.Module, stack: LaneStack, x: Tensor) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------
-# 6. The module
+# 6. Beyond the paper: a readout that all lanes share
+#
+# A lane is trained only on images that hold one of its classes, so it never learns to stay quiet
+# on the others. That takes a comparison of all tasks' images, and for ridge regression on frozen
+# features phi a comparison takes no image, only sums over the images:
+#     W = (G + lambda I)^-1 Q,   G = sum_t G_t,  G_t = sum phi phi^T,   Q = [Q_1 ... Q_T],
+#     Q_t = sum phi y^T,         sums over task t's own images and labels.
+# Sums have no order, and what is left when a task's are taken away is what the others give.
+
+
+class Statistics(NamedTuple):
+    """All that is kept of a task for the readout, however many images it has. float32, CPU."""
+
+    gram: Tensor  # G_t [F,F]; its last element is the number of images
+    sums: Tensor  # Q_t [F,|Y_t|]; its last row is the number of images with each class
+
+
+def readout_features(vit: nn.Module, g: Tensor, cls: Tensor) -> Tensor:
+    """What the readout sees of an image: phi [B,F], F = 3 D + 1.
+
+    From the last block's g [B,N,D] its [CLS] and the mean of its patches; the frozen [CLS] after
+    the final norm, cls [B,D]; and 1. All of it is there when the lanes have run.
+    """
+    patches = g[:, vit.num_prefix_tokens :].mean(1)  # [B,D]
+    return torch.cat([g[:, 0], patches, cls, torch.ones_like(cls[:, :1])], -1).float()
+
+
+def solve_readout(tasks: Sequence[Statistics]) -> Tensor:
+    """Weights [F,C] in closed form: phi @ weights are the classes' log-odds in an image.
+
+    lambda is the one of the least generalized cross-validation error (Golub, Heath and Wahba 1979),
+    |y - Phi w|^2 / (1 - f/n)^2 with f = trace G (G + lambda I)^-1: it estimates the error on new
+    images, and from sums alone. Classes count alike, rare or not.
+    """
+    gram = torch.stack([task.gram for task in tasks]).double().sum(0)  # [F,F]
+    sums = torch.cat([task.sums for task in tasks], 1).double()  # [F,C]
+    n, positives = gram[-1, -1], sums[-1].clamp_min(1)  # the last feature is 1
+    values, vectors = torch.linalg.eigh(gram)
+    values, q = values.clamp_min(0)[:, None], vectors.mT @ sums  # [F,1], [F,C]
+    least, best = torch.inf, q
+    for images in torch.logspace(0, 5, 21):  # as many must contradict "nothing is there"
+        ridge = images * values.mean() / n
+        w = q / (values + ridge)  # [F,C]
+        error = positives - 2 * (w * q).sum(0) + (w * w * values).sum(0)  # |y - Phi w|^2 [C]
+        free = (values / (values + ridge)).sum()
+        error = (error / positives).sum() / (1 - free / n) ** 2
+        if error < least:
+            least, best = error, w
+    w = vectors @ best  # [F,C]
+    # From scores r = phi w to log-odds: two normal distributions of r, with the class and without,
+    # of means m1 and m0 and one variance, give the slope (m1 - m0) / variance. Sums are enough.
+    negatives, total = (n - positives).clamp_min(1), gram[-1] @ w  # [C]
+    m1 = (w * sums).sum(0) / positives
+    m0 = (total - m1 * positives) / negatives
+    variance = ((w * (gram @ w)).sum(0) - positives * m1**2 - negatives * m0**2) / n
+    slope = (m1 - m0) / variance.clamp_min(1e-3)
+    w = w * slope
+    w[-1] += torch.log(positives / negatives) - slope * (m1 + m0) / 2
+    return w.float()
+
+
+# ---------------------------------------------------------------------------------------------
+# 7. The module
 
 
 class Lane(nn.Module):
@@ -518,6 +598,7 @@ class Lane(nn.Module):
     def __init__(self, classes: Sequence[str], config: LaneConfig, vit: nn.Module):
         super().__init__()
         self.classes, self.config = tuple(classes), config
+        self.statistics: Statistics | None = None  # for the readout; no parameter, never rounded
         attn, like = vit.blocks[0].attn, vit.cls_token
         D, H, width = like.shape[-1], attn.num_heads, attn.qkv.out_features // 3
         S, P, blocks = config.selectors, config.prompts, config.prompt_blocks
@@ -608,6 +689,7 @@ class MultiLane(nn.Module):
         names = [known.get("architecture") or type(backbone).__name__, known.get("tag")]
         self.backbone_name = ".".join(filter(None, names))
         self._stacks, self._kernel_works, self._fingerprint = {}, {}, None
+        self._solved = [], torch.empty(0)  # statistics, and the readout's weights by them
         self.fingerprint()  # taken now: a later .half() does not make it another backbone
 
     # Lanes come and go ------------------------------------------------------------------------
@@ -652,6 +734,8 @@ class MultiLane(nn.Module):
 
         module = self._lane(lane)
         tensors = {name: p.detach().cpu().contiguous() for name, p in module.named_parameters()}
+        if module.statistics is not None:
+            tensors |= {f"readout.{name}": t for name, t in module.statistics._asdict().items()}
         for name, tensor in tensors.items():
             if not tensor.isfinite().all():
                 raise ValueError(f"Lane {lane} is not saved: its {name} holds NaN or infinity.")
@@ -698,12 +782,18 @@ class MultiLane(nn.Module):
                 lane = self._new_lane(names)
             found = {name: tuple(t.shape) for name, t in tensors.items()}
             wanted = {name: tuple(p.shape) for name, p in lane.named_parameters()}
+            if self.config.readout and "readout.gram" in found:  # a lane may be without
+                lane.statistics = self.no_statistics(len(names))
+                empty = lane.statistics._asdict()
+                wanted |= {f"readout.{name}": tuple(t.shape) for name, t in empty.items()}
             if found != wanted:
                 raise ValueError(f"{path} holds {found} where a lane has {wanted}: save it again.")
             with torch.no_grad():
                 for name, p in lane.named_parameters():
                     if not p.copy_(tensors[name]).isfinite().all():
                         raise ValueError(f"{path}: {name} does not fit into {p.dtype}.")
+            if lane.statistics is not None:
+                lane.statistics = Statistics(tensors["readout.gram"], tensors["readout.sums"])
             lanes.append(lane)
             taken += lane.classes
         self.lanes.extend(lanes)
@@ -726,7 +816,7 @@ class MultiLane(nn.Module):
         """
         impl, lanes = self._chosen_impl(), self._pick(lane)
         x = embed(self.backbone, self._checked(images))  # [B,N,D]
-        want_cls = return_cls or (lane is None and not self.config.pathways)
+        want_cls = return_cls or (lane is None and self._needs_cls())
         literal = impl == "reference" or not self.config.drop_replace
         if impl == "triton" and (
             literal
@@ -739,14 +829,16 @@ class MultiLane(nn.Module):
                 'and lanes with Drop & Replace: see what is missing, or choose impl="auto".'
             )
         if literal or not lanes:
-            stream, cls = frozen_stream(self.backbone, x)
-            c = self._one_by_one(lanes, stream)
+            stream, cls = frozen_stream(self.backbone, x, whole=True)
+            c, g = self._one_by_one(lanes, stream), stream[-1]
         elif torch.is_grad_enabled():
             stream, cls = frozen_stream(self.backbone, x, want_cls)
-            c = parallel_lanes(self.backbone, stack or self._stack(lanes), stream)
+            c, g = parallel_lanes(self.backbone, stack or self._stack(lanes), stream), stream[-1]
         else:
-            c, cls = self._ride(stack or self._stack(lanes), x, want_cls)
+            c, g, cls = self._ride(stack or self._stack(lanes), x)
         logits = self._heads(c, cls, lanes, choose=lane is None)
+        if lane is None and self.config.readout:
+            logits = logits + self.read_out(readout_features(self.backbone, g, cls)).to(logits)
         return (logits, cls) if return_cls else logits
 
     def stack(self, lane: int | None = None) -> LaneStack:
@@ -762,22 +854,66 @@ class MultiLane(nn.Module):
     def forward_stream(self, g: Tensor, cls: Tensor | None = None, lane: int | None = None):
         """As `forward`, from a kept frozen stream in place of the images (identity vi).
 
-        cls is needed only to choose a lane by its key, with one pathway.
+        cls is needed only to choose a lane by its key, with one pathway, and by a readout.
         """
         impl, lanes, token = self._chosen_impl(), self._pick(lane), self.backbone.cls_token
-        choose = lane is None and not self.config.pathways and len(lanes) > 0
+        want_cls = lane is None and self._needs_cls() and len(lanes) > 0
         L, D = len(self.backbone.blocks), token.shape[-1]
-        if g.ndim != 4 or g.shape[0] != L or g.shape[-1] != D or (choose and cls is None):
+        if g.ndim != 4 or g.shape[0] != L or g.shape[-1] != D or (want_cls and cls is None):
             raise ValueError(
                 f"g is {tuple(g.shape)}: the frozen stream of this backbone is [{L},B,N,{D}], and "
-                "comes with cls where keys choose the lane; both are made by `stream`."
+                "comes with cls where keys choose the lane or a readout reads it; both are made by "
+                "`stream`."
             )
         stream = [block.to(token.dtype) for block in g]
         if not lanes or impl == "reference" or not self.config.drop_replace:
             c = self._one_by_one(lanes, stream)
         else:
             c = parallel_lanes(self.backbone, self._stack(lanes), stream)
-        return self._heads(c, cls, lanes, choose=lane is None)
+        logits = self._heads(c, cls, lanes, choose=lane is None)
+        if lane is None and self.config.readout:
+            phi = readout_features(self.backbone, stream[-1], cls.to(stream[-1]))
+            logits = logits + self.read_out(phi).to(logits)
+        return logits
+
+    @torch.no_grad()
+    def features(self, images: Tensor) -> Tensor:
+        """What the readout sees of these images: phi [B,F], for `learn_readout`."""
+        stream, cls = frozen_stream(self.backbone, embed(self.backbone, self._checked(images)))
+        return readout_features(self.backbone, stream[-1], cls)
+
+    def learn_readout(self, lane: int, phi: Tensor, targets: Tensor) -> None:
+        """Add images to a lane's statistics: phi [B,F] and 0 or 1 for its classes [B,|Y_t|].
+
+        Every training image of the task once, in any order: the next forward knows them.
+        """
+        module, phi, targets = self._lane(lane), phi.cpu(), targets.cpu().to(torch.float32)
+        old = module.statistics or self.no_statistics(len(module.classes))
+        if not self.config.readout or phi.shape[1:] != old.gram.shape[1:]:
+            raise ValueError("Give phi as `features` makes it, to a LaneConfig with a readout.")
+        if targets.shape != (len(phi), len(module.classes)):
+            raise ValueError(
+                f"targets are {tuple(targets.shape)}: lane {lane} takes "
+                f"[{len(phi)},{len(module.classes)}]."
+            )
+        module.statistics = Statistics(old.gram + phi.mT @ phi, old.sums + phi.mT @ targets)
+
+    def read_out(self, phi: Tensor) -> Tensor:
+        """The readout's part of the logits [B,C] of phi [B,F]; 0 for lanes without statistics."""
+        now = [lane.statistics for lane in self.lanes]
+        if len(now) != len(self._solved[0]) or not all(map(operator.is_, now, self._solved[0])):
+            weights = torch.zeros(phi.shape[1], len(self.classes))  # [F,C]
+            known = [lane.statistics is not None for lane in self.lanes for _ in lane.classes]
+            if any(known):
+                solved = solve_readout([task for task in now if task is not None])
+                weights[:, known] = solved * self.config.readout
+            self._solved = now, weights
+        return phi @ self._solved[1].to(phi.device)
+
+    def no_statistics(self, classes: int) -> Statistics:
+        """The readout's sums over no image yet."""
+        F = 3 * self.backbone.embed_dim + 1
+        return Statistics(torch.zeros(F, F), torch.zeros(F, classes))
 
     def key_loss(self, cls: Tensor, lane: int) -> Tensor:
         """With one pathway: minus the mean cosine of the frozen [CLS] [B,D] with a lane's key."""
@@ -805,7 +941,11 @@ class MultiLane(nn.Module):
         c = [reference_lane(self.backbone, lane, stream) for lane in lanes]
         return torch.stack(c, 1) if c else stream[0][:, :0]
 
-    def _ride(self, stack: LaneStack, x: Tensor, want_cls: bool) -> tuple[Tensor, Tensor | None]:
+    def _needs_cls(self) -> bool:
+        """Whether the logits of all lanes depend on the frozen [CLS] after the final norm."""
+        return self.config.readout > 0 or not self.config.pathways
+
+    def _ride(self, stack: LaneStack, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Inference by `riding_lanes`, with the kernel where it is chosen and works."""
         kernel = self.impl == "triton"
         # Under torch.compile the parallel path is fused by the compiler itself.
@@ -816,7 +956,7 @@ class MultiLane(nn.Module):
             if key not in self._kernel_works and x[:2].isfinite().all():  # a small batch both ways
                 self._kernel_works[key] = kernel_agrees(self.backbone, stack, x[:2])
             kernel = self._kernel_works.get(key, False)
-        return riding_lanes(self.backbone, stack, x, want_cls, mix_triton if kernel else mix)
+        return riding_lanes(self.backbone, stack, x, mix_triton if kernel else mix)
 
     @staticmethod
     def _on_gpu(x: Tensor) -> bool:

@@ -51,7 +51,7 @@ from tqdm import tqdm
 import baselines
 import data
 from data import Benchmark, DataError, Split, Task, average_precision, item_seed, write_whole
-from multilane import LaneConfig, MultiLane, build_backbone
+from multilane import LaneConfig, MultiLane, build_backbone, readout_features, solve_readout
 
 try:
     import fcntl
@@ -148,7 +148,7 @@ COMMON = {  # the same for every data set
     "method": "multilane", "weights": None, "warm_start": True, "ablate": None, "merged_tokens": 30,
     "precision": "fp32", "compile": False, "seed": 0, "order_seed": None, "threshold": 0.8,
     "data_dir": Path("data"), "device": "auto", "workers": 0, "cache_dir": None, "holdout": None,
-    "start_from": None,
+    "start_from": None, "readout": 0.0,
 }  # fmt: skip
 # What may change from a run to its continuation: it says where things are, not what they are.
 PLACES = ("weights", "data_dir", "cache_dir", "start_from", "workers", "device")
@@ -360,7 +360,7 @@ def build_model(o: Options) -> MultiLane:
     ablated = ABLATIONS[o.ablate] if o.ablate else {}
     if o.ablate == "selectors":
         ablated = ablated | {"merged_tokens": o.merged_tokens}
-    config = LaneConfig(o.selectors, o.prompts, o.prompt_blocks, **ablated)
+    config = LaneConfig(o.selectors, o.prompts, o.prompt_blocks, readout=o.readout, **ablated)
     try:
         return method(o).model(load_vit(o.backbone, o.weights), config).to(o.where)
     except (ValueError, OSError, SafetensorError) as error:
@@ -661,7 +661,7 @@ def train_lane(model: MultiLane, task: Task, state: State, o: Options) -> None:
     optimizer = torch.optim.Adam(model.lane_parameters(lane), betas=(0.9, 0.999))
     if state.tensors:
         restore(model, lane, optimizer, state.tensors)
-    if o.cache_views and method(o).on_stream and state.epoch < o.epochs:
+    if o.cache_views and method(o).on_stream and (state.epoch < o.epochs or o.readout):
         times["unkept_epoch"] = unkept_seconds(model, lane, task, views[0], o)
         kept = keep_training(model, task, views, o)
         times["keeping"] = kept.seconds
@@ -691,6 +691,40 @@ def train_lane(model: MultiLane, task: Task, state: State, o: Options) -> None:
             bar.set_postfix_str(told)
             if bar.disable:
                 say(f"    {told}, {images / seconds:,.0f} images/s")
+    if o.readout:
+        learn_readout(model, task, kept, views[1], o)
+
+
+@torch.no_grad()
+def learn_readout(
+    model: MultiLane, task: Task, kept: Kept | None, view: Callable, o: Options
+) -> None:
+    """Add the centre view of every training image of a task to its lane's statistics."""
+    started, (rank, world) = time.perf_counter(), rank_and_world()
+    labels = task.train.labels[rank::world]
+    if kept and o.cache_views == 1:
+        features = (
+            readout_features(
+                model.backbone,
+                torch.from_numpy(kept.g[0, rows.numpy(), -1]).float(),  # [b,N,D]
+                kept.cls[0, rows],
+            )
+            for rows in torch.arange(len(labels)).split(TEST_BATCH)
+        )
+    else:
+        where = f"task {task.index + 1}, training"
+        options = {"workers": o.workers, "rank": rank, "world": world, "where": where}
+        batches = data.load_batches(task.train, view, TEST_BATCH * world, **options)
+        features = (model.features(images.to(o.where)) for images, *_ in batches)
+    with autocast(o):
+        for phi, truth in zip(features, labels.split(TEST_BATCH), strict=True):
+            model.learn_readout(task.index, phi, truth)
+    lane = model.lanes[task.index]
+    sums = [t.to(o.where) for t in lane.statistics or model.no_statistics(len(task.classes))]
+    add_up(sums)
+    lane.statistics = type(model.no_statistics(1))(*(t.cpu() for t in sums))
+    size = sum(t.nbytes for t in lane.statistics) / 1e6
+    say(f"    readout: {size:.1f} MB of sums kept, {time.perf_counter() - started:.1f} s")
 
 
 def progress(name: str, total: int, done: int = 0) -> tqdm:
@@ -762,13 +796,36 @@ def test_logits(model: MultiLane, test: TestImages, lanes: Sequence[int | None])
     return logits.cpu()
 
 
-def score(logits: Tensor, task: Task, tasks: Sequence[Task], o: Options) -> dict:
-    """The scores after a task, from the logits [n,C] on all test images of the run."""
+@torch.no_grad()
+def test_features(model: MultiLane, test: TestImages) -> Tensor:
+    """What the readout sees of all test images [n,F], for all processes."""
+    phi = torch.zeros(test.count, 3 * model.backbone.embed_dim + 1, device=test.o.where)
+    parts = [phi[:0]]
+    with autocast(test.o):
+        parts += [readout_features(model.backbone, g[-1], cls) for g, cls in test.batches(model)]
+    phi[test.rows.to(test.o.where)] = torch.cat(parts)
+    add_up([phi])
+    return phi.cpu()
+
+
+def score(
+    kept: dict[str, Tensor], model: MultiLane, task: Task, tasks: Sequence[Task], o: Options
+) -> dict:
+    """The scores after a task, from what is kept of all test images of the run.
+
+    kept: the lanes' "logits" [n,C] and, with a readout, the "features" [n,F] that it sees.
+    """
     rows = torch.searchsorted(tasks[-1].test_rows, task.test_rows)
     widths = [len(t.classes) for t in tasks[: task.index + 1]]
-    found = score_task(logits[rows][:, : len(task.seen)], task.test.labels, widths, o)
-    found["by_class"] = dict(zip(task.seen, found["by_class"], strict=True))
+    logits, truth = kept["logits"][rows][:, : len(task.seen)], task.test.labels
     sizes = {"task": task.index + 1, "classes": len(task.seen), "test_images": len(rows)}
+    if o.readout:  # as it was after this task
+        alone = score_task(logits, truth, widths, o)
+        sizes["without_readout"] = {name: alone[name] for name in main_scores(alone)}
+        weights = solve_readout([lane.statistics for lane in model.lanes[: task.index + 1]])
+        logits = logits + o.readout * (kept["features"][rows] @ weights)
+    found = score_task(logits, truth, widths, o)
+    found["by_class"] = dict(zip(task.seen, found["by_class"], strict=True))
     return sizes | found
 
 
@@ -778,10 +835,18 @@ def final_results(after: list[dict], model: MultiLane, o: Options) -> dict:
     return {
         **{name: after[-1][name] for name in main_scores(after[-1])},
         f"average_{metric(o)}": mean(number(scores[metric(o)]) for scores in after),
+        **({"without_readout": without_readout(after, o)} if o.readout else {}),
         "forgetting": [None if math.isnan(x) else x for x in lost],
         "trainable_parameters": sum(p.numel() for p in model.lanes.parameters()),
         "after_task": after,
     }
+
+
+def without_readout(after: list[dict], o: Options) -> dict:
+    """What the lanes of a run come to without its readout."""
+    alone = [scores["without_readout"] for scores in after]
+    average = mean(number(scores[metric(o)]) for scores in alone)
+    return alone[-1] | {f"average_{metric(o)}": average}
 
 
 def metric(o: Options) -> str:
@@ -795,7 +860,7 @@ def metric(o: Options) -> str:
 #     config.json           everything needed to repeat the run
 #     metrics.jsonl         a line an epoch, a line a task; what depends on the clock is in "time"
 #     lane-01.safetensors   a finished lane
-#     logits.safetensors    what the finished lanes say of the test images
+#     logits.safetensors    what the finished lanes say of the test images, and what a readout sees
 #     state.safetensors     the lane in work
 #     results.json          the scores; report.md and its plots: the same to be read
 
@@ -968,8 +1033,8 @@ def run_tasks(model: MultiLane, tasks: Sequence[Task], o: Options) -> State:
     """Train and score the lanes, from wherever the folder's state is."""
     state = share(read_state(o.folder) if is_first() else None)
     files = lane_files(o.folder, len(tasks))
-    kept_logits, test = o.folder / "logits.safetensors", TestImages(tasks[-1].test, model, o)
-    logits = torch.zeros(test.count, 0)  # [n,C] of finished lanes; the first process needs them
+    kept_file, test = o.folder / "logits.safetensors", TestImages(tasks[-1].test, model, o)
+    kept = {"logits": torch.zeros(test.count, 0)}  # see `score`; the first process needs them
     if o.start_from and not state.task:  # their files are copied: a run's folder is complete
         state.task = len(lanes_to_start_from(o))
         for old, new in zip(lanes_to_start_from(o), files, strict=False) if is_first() else ():
@@ -980,7 +1045,8 @@ def run_tasks(model: MultiLane, tasks: Sequence[Task], o: Options) -> State:
         write_state(o.folder, state)  # it may have been stopped between the two files of this
         if state.task:
             # It may have been stopped after it had scored the lane in work: that is done again.
-            logits = load_file(kept_logits)["logits"][:, : len(tasks[state.task - 1].seen)]
+            kept = load_file(kept_file)
+            kept["logits"] = kept["logits"][:, : len(tasks[state.task - 1].seen)].contiguous()
     if is_first():
         model.load_lanes(files[: state.task])
     for task in tasks[len(model.lanes) : state.task]:  # the other processes get what the first read
@@ -990,11 +1056,13 @@ def run_tasks(model: MultiLane, tasks: Sequence[Task], o: Options) -> State:
     keep_test = o.cache_views and method(o).on_stream and len(tasks) - state.task > 1
     if state.task and not state.records:  # lanes of another run: scored here, as if learned here
         say(f"{state.task} lanes are from {o.start_from}")
-        started, logits = time.perf_counter(), test_logits(model, test, range(state.task))
+        started, kept["logits"] = time.perf_counter(), test_logits(model, test, range(state.task))
+        if o.readout:
+            kept["features"] = test_features(model, test)
         if is_first():
-            write_whole(kept_logits, save({"logits": logits}))
+            write_whole(kept_file, save(kept))
             for task in tasks[: state.task]:
-                scores = score(logits, task, tasks, o)
+                scores = score(kept, model, task, tasks, o)
                 tell_scores(scores)
                 spent, started = time.perf_counter() - started, time.perf_counter()
                 state.records.append(scores | {"time": {"seconds": spent}})
@@ -1010,12 +1078,14 @@ def run_tasks(model: MultiLane, tasks: Sequence[Task], o: Options) -> State:
             test.keep(model)
             keep_test = False
         if method(o).independent:
-            logits = torch.cat([logits, test_logits(model, test, [lane])], 1)
+            kept["logits"] = torch.cat([kept["logits"], test_logits(model, test, [lane])], 1)
         else:  # training may have changed what is said of the old classes: all is computed anew
-            logits = test_logits(model, test, [None])
+            kept["logits"] = test_logits(model, test, [None])
+        if o.readout and share("features" not in kept):
+            kept["features"] = test_features(model, test)
         if is_first():
-            scores = score(logits, task, tasks, o)
-            write_whole(kept_logits, save({"logits": logits}))
+            scores = score(kept, model, task, tasks, o)
+            write_whole(kept_file, save(kept))
             model.save_lane(lane, files[lane])
             tell_scores(scores)
             tell_saving([r["time"] for r in state.records if r["task"] == lane + 1])
@@ -1028,6 +1098,9 @@ def run_tasks(model: MultiLane, tasks: Sequence[Task], o: Options) -> State:
 def tell_scores(scores: dict) -> None:
     words = "  ".join(f"{name} {cell(scores[name])}" for name in main_scores(scores))
     say(f"    after task {scores['task']}, {scores['classes']} classes seen: {words}")
+    if alone := scores.get("without_readout"):
+        words = "  ".join(f"{name} {cell(x)}" for name, x in alone.items())
+        say(f"        without the readout: {words}")
 
 
 def tell_saving(times: Sequence[dict]) -> None:
@@ -1197,6 +1270,17 @@ images: the older lanes' logits were kept."""
     if not method(o).independent:
         ran = """\
 A new task may change what is said of older classes, so after each task all were tested again."""
+    if o.readout:
+        alone = results["without_readout"]
+        scores = [f"{label} {cell(alone[key])}" for key, label in
+                  ((name, name), (f"average_{name}", f"Avg. {name}"))]  # fmt: skip
+        size = sum(t.nbytes for t in model.lanes[0].statistics) / 1e6
+        ran += f"""
+
+The logits are those of the lanes plus {o.readout:g} x those of a readout that all lanes share: ridge
+regression on frozen features, in closed form from sums over each task's own training images. A
+lane's file keeps its task's sums, {size:.1f} MB however many images there are, and no image. The
+lanes without the readout: {", ".join(scores)}."""
     selectors = "There are no selectors."
     if has_selectors(o):
         draw_heatmaps(model, tasks, o)
@@ -1297,14 +1381,15 @@ def evaluate(explicit: dict, folder: Path) -> None:
     benchmark, tasks = load_tasks(o)
     check_same(saved, model, benchmark, folder)
     test, after, name = TestImages(tasks[-1].test, model, o), [], metric(o)
+    kept = {"features": test_features(model, test)} if o.readout else {}
     if method(o).independent:
-        logits = test_logits(model, test, range(len(tasks)))
+        kept["logits"] = test_logits(model, test, range(len(tasks)))
     for task in tasks:
         if not method(o).independent:  # as it was then
             until = type(model)(model.backbone, model.config)
             until.load_lanes(lane_files(folder, task.index + 1))
-            logits = test_logits(until, test, [None])
-        after.append(score(logits, task, tasks, o))
+            kept["logits"] = test_logits(until, test, [None])
+        after.append(score(kept, model, task, tasks, o))
         tell_scores(after[-1])
     results = final_results(after, model, o)
     lost = mean(map(number, results["forgetting"]))
@@ -1479,6 +1564,10 @@ def make_parser(dataset: str, method: str = "multilane") -> argparse.ArgumentPar
     add("--cache-views", text=text, type=at_least(0))
     add("--cache-dir", text="where to keep it, instead of the run's folder", **path)
     add("--warm-start", text="selectors and prompts start from the lane before", **yes_no)
+    text = """beyond the paper: add to the lanes' logits those of a readout that all lanes share, so
+        often (1 if no number is given)"""
+    options = {"nargs": "?", "const": 1.0, "type": between(0, 1e6), "metavar": "WEIGHT"}
+    add("--readout", text=text, **options)
     add("--ablate", text="take one idea away; selectors: Token Merging", choices=ABLATIONS)
     add("--merged-tokens", text="that Token Merging leaves at most", type=at_least(1))
     add("--threshold", text="of --predict, and of CF1, OF1 besides 0.8", type=between(0, 1))
@@ -1522,6 +1611,7 @@ def check_settings(o: Options, given: Collection[str]) -> None:
         *((name, name not in method(o).flags, named) for name in baselines.LANE_FLAGS),
         ("warm_start", not method(o).warm_start, named),
         ("ablate", o.method != "multilane", named),
+        ("readout", method(o).model is not MultiLane, named),
         ("cache_dir", not method(o).on_stream, f"{named}, which keeps no stream"),
         ("protocol", o.method == "joint", f"{named}: all is one task"),
         ("crop_scale", o.cache_views == 1, "with --cache-views 1, which takes the centre"),
@@ -1559,6 +1649,7 @@ def default_folder(o: Options) -> Path:
     """runs/<name>, where what is changed most often makes the name."""
     parts = [o.dataset, o.method if o.method != "multilane" else ""]
     parts += [o.protocol if o.method != "joint" else "", f"no-{o.ablate}" if o.ablate else ""]
+    parts += ["readout" if o.readout else ""]
     parts += [f"holdout{o.holdout:g}" if o.holdout else ""]
     parts += [f"seed{o.seed}" * (o.seed > 0), f"order{o.order_seed}" * (o.order_seed is not None)]
     return Path("runs") / "-".join(filter(None, parts))
