@@ -9,6 +9,7 @@ import math
 import os
 import pickle
 import re
+import runpy
 import shlex
 import shutil
 import signal
@@ -16,6 +17,7 @@ import struct
 import subprocess
 import sys
 import tarfile
+import tomllib
 import unicodedata
 import warnings
 import zlib
@@ -3595,6 +3597,119 @@ def test_a_quick_bench_leaves_tables_results_and_plots(tmp_path, capsys, monkeyp
         assert all(f"| {e['row']} |" in text for e in results[part])
     assert text.count("`python bench.py --quick") == text.count(torch.__version__) == 3
     assert "no GPU here" in text
+
+
+# ---------------------------------------------------------------------------------------------
+# README: what it says is what there is
+
+README = (HERE / "README.md").read_text(encoding="utf-8")
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCKS = [(found[1], found[2]) for found in FENCED.finditer(README)]
+
+
+def readme_commands():
+    """Every command of this project: lines of sh blocks, and code in sentences and tables."""
+    lines = [line for kind, block in BLOCKS if kind == "sh" for line in block.splitlines()]
+    lines += [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", FENCED.sub("", README))]
+    parts = [part.strip() for line in lines for part in line.split("&&")]
+    return dict.fromkeys(part for part in parts if re.match(r"(python \w+\.py|torchrun)\b", part))
+
+
+@pytest.mark.parametrize("line", readme_commands())
+def test_commands_of_the_readme_are_taken_by_the_real_parsers(line):
+    words = shlex.split(line, comments=True)
+    place = next(i for i, word in enumerate(words) if word.endswith(".py"))
+    program, words = words[place], words[place + 1 :]
+    cut = words.index("--") if "--" in words else len(words)
+    try:
+        match program:
+            case "train.py":
+                explicit = train.parse(words)
+                if not {"eval", "predict", "resume"} & explicit.keys():  # else a run has the rest
+                    train.check_settings(train.complete(explicit), explicit)
+            case "compare.py":
+                compare.make_parser().parse_args(words[:cut])
+                train.parse(words[cut + 1 :])
+            case "data.py":
+                data.make_parser().parse_args(words)
+            case "bench.py":
+                bench.make_parser().parse_args(words)
+            case _:
+                pytest.fail(f"there is no parser of {program}")
+    except SystemExit as end:  # --help
+        assert end.code == 0
+    assert line.startswith("python") or "--run" not in words  # torchrun would take it
+
+
+def test_every_block_of_the_readme_is_tested():
+    assert {kind for kind, _ in BLOCKS} == {"sh", "python", "", "bibtex"}
+    programs = {re.search(r"\w+\.py", line)[0] for line in readme_commands()}
+    assert programs == {"train.py", "data.py", "compare.py", "bench.py"}
+
+
+@pytest.mark.parametrize("code", [block for kind, block in BLOCKS if kind == "python"])
+def test_python_of_the_readme_runs_as_it_is(code, tmp_path, monkeypatch):
+    """Word for word; only what the name of the ViT stands for is smaller, and not downloaded."""
+
+    def build(name, pretrained=True):
+        assert pretrained and name in timm.list_pretrained()
+        return small_vit(img_size=224, patch_size=32, depth=12)
+
+    monkeypatch.setattr(multilane, "build_backbone", build)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "snippet.py").write_text(code)
+    names = runpy.run_path("snippet.py")
+    assert names["logits"].shape == (8, 2) and names["model"].classes == ("cat", "dog")
+    assert multilane.read_lane("pets.safetensors")[0]["classes"] == ["cat", "dog"]
+
+
+def test_the_list_of_the_readme_is_read_as_it_is(tmp_path):
+    (tmp_path / "photos").mkdir()
+    for name in ("1.jpg", "2.jpg"):
+        gradient_image().save(tmp_path / "photos" / name)
+    (listed,) = (block for kind, block in BLOCKS if not kind)
+    (tmp_path / "train.csv").write_text(listed)
+    own = data.load_own(tmp_path)
+    assert own.classes == ("cat", "dog")
+    assert own.train.labels.tolist() == [[True, False], [True, True]]
+
+
+def test_the_paper_is_cited_alike_everywhere():
+    (block,) = (block for kind, block in BLOCKS if kind == "bibtex")
+    for accent, letter in ((r"{\`e}", "è"), (r"{\'e}", "é")):
+        block = block.replace(accent, letter)
+    citation = (HERE / "CITATION.cff").read_text(encoding="utf-8")
+    title = re.search(r"title += {(.*)}", block)[1]
+    family, given = (re.findall(rf"{part}-names: (.*)", citation) for part in ("family", "given"))
+    assert f'title: "{title}"' in citation
+    authors = " and ".join(map(", ".join, zip(family, given, strict=True)))
+    assert f"author    = {{{authors}}}" in block
+    version = tomllib.loads((HERE / "pyproject.toml").read_text())["project"]["version"]
+    assert f"\nversion: {version}\n" in citation
+    assert f"\n## {version}\n" in (HERE / "CHANGELOG.md").read_text()
+    workflow = (HERE / ".github" / "workflows" / "test.yml").read_text()
+    tests = re.search(r"^pip install .* && pytest$", README, re.MULTILINE)[0]
+    assert f"- run: {tests}\n" in workflow
+
+
+def test_the_file_table_names_every_file_and_counts_its_lines():
+    section = README.split("\n## What is in it\n")[1].split("\n## ")[0]
+    rows = [line.split("|")[1:-1] for line in section.splitlines() if line.startswith("| `")]
+    named = set()
+    for first, _, lines in rows:
+        files = re.findall(r"`([^`]+)`", first)
+        named |= {name.rstrip("/") for name in files}
+        assert all((HERE / name).exists() for name in files), files
+        if lines.strip():
+            real = len((HERE / files[0]).read_text(encoding="utf-8").splitlines())
+            assert int(lines.replace(",", "")) == pytest.approx(real, rel=0.02), files
+        else:
+            assert not any(name.endswith(".py") for name in files), files
+    listed = subprocess.run(
+        ["git", "-C", str(HERE), "ls-files"], capture_output=True, text=True, check=False
+    ).stdout.splitlines()  # nothing where it is not a clone
+    here = {name.split("/")[0] for name in listed if not name.startswith(".")}
+    assert here - {"README.md"} <= named
 
 
 # ---------------------------------------------------------------------------------------------

@@ -1638,14 +1638,20 @@ def default_folder(o: Options) -> Path:
     return Path("runs") / "-".join(filter(None, parts))
 
 
-def command(arguments: Sequence[str] | None) -> None:
-    """Do what the command line says."""
+def parse(arguments: Sequence[str] | None) -> dict:
+    """The flags that are given, and no others."""
     first = Parser(add_help=False, allow_abbrev=False)
     first.add_argument("--dataset", default="glyphs", choices=PRESETS)
     first.add_argument("--method", default="multilane", choices=baselines.METHODS)
     chosen = first.parse_known_args(arguments)[0]
     explicit = vars(make_parser(chosen.dataset, chosen.method).parse_args(arguments))
     check_command(explicit.keys())
+    return explicit
+
+
+def command(arguments: Sequence[str] | None) -> None:
+    """Do what the command line says."""
+    explicit = parse(arguments)
     explicit["where"] = start_processes(explicit.get("device", "auto"))
     if "eval" in explicit:
         return evaluate(explicit, explicit["eval"])
