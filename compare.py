@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 from matplotlib.figure import Figure
-from safetensors.torch import load_file
 from torch import Tensor
 
 import data
@@ -27,6 +26,7 @@ import train
 
 METHODS = {  # a row of the table: flags of train.py
     "MULTI-LANE": [],
+    "MULTI-LANE with readout": ["--readout"],
     "joint (upper bound)": ["--method", "joint"],
     "naive pathways": ["--method", "naive"],
     "CODA-P": ["--method", "coda-p"],
@@ -80,10 +80,6 @@ def run(out: Path, name: str, flags: Sequence[str], seed: int, common: Sequence[
     return folder
 
 
-def read(folder: Path) -> dict:
-    return json.loads((folder / "results.json").read_text(encoding="utf-8"))
-
-
 def spread(values: Sequence[float | None], digits: int = 1) -> str:
     """Mean and, of several, the standard deviation."""
     known = [v for v in values if v is not None and not math.isnan(v)]
@@ -130,12 +126,13 @@ def class_f1(probabilities: Tensor, truth: Tensor, threshold: float = 0.8) -> Te
 
 def run_f1(folder: Path) -> tuple[Tensor, Tensor]:
     """F1 [C] and the number of training images [C] of every class, in a finished run."""
-    saved = train.read_config(folder)
-    o = train.from_config(saved, {"where": torch.device("cpu"), "dry_run": False})
+    o, _, model = train.open_run(folder, {"where": torch.device("cpu"), "dry_run": False})
     _, tasks = train.load_tasks(o)
-    logits = load_file(folder / "logits.safetensors")["logits"]
+    test = tasks[-1].test
+    kept = train.read_kept(folder / "logits.safetensors", *test.labels.shape, o)
+    logits = train.all_logits(kept, model, tasks[-1], o)
     counts = torch.cat([task.train.labels.sum(0) for task in tasks])
-    return class_f1(logits.sigmoid(), tasks[-1].test.labels), counts
+    return class_f1(logits.sigmoid(), test.labels), counts
 
 
 def frequency_bins(gains: Tensor, counts: Tensor, bins: int) -> list[tuple[int, int, float]]:
@@ -196,11 +193,7 @@ def draw_ablations(found: dict[str, list[dict]], path: Path) -> None:
 # The command line
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: 0, or what a run of train.py ended with."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    cut = words.index("--") if "--" in words else len(words)
-    words, common = words[:cut], words[cut + 1 :]
+def make_parser() -> train.Parser:
     parser = train.Parser(
         "compare.py", None, __doc__, formatter_class=train.argparse.RawDescriptionHelpFormatter
     )
@@ -216,19 +209,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--parts", nargs="+", default=["methods", "ablations", "selectors"],
         choices=["methods", "ablations", "selectors"], help="default: all",
     )  # fmt: skip
-    try:
-        o = parser.parse_args(words)
-        if unknown := [name for name, _ in o.extra if name not in METHODS | ABLATIONS | SWEEP]:
-            rows = ", ".join(METHODS | ABLATIONS | SWEEP)
-            raise train.UsageError(f"--with {unknown[0]!r}: the rows are {rows}")
-    except train.UsageError as error:
-        print(f"compare.py: error: {error}", file=sys.stderr)
-        return 2
-    flags = METHODS | ABLATIONS | SWEEP
+    return parser
+
+
+def command(words: Sequence[str]) -> None:
+    """Do what the command line says."""
+    cut = words.index("--") if "--" in words else len(words)
+    words, common = words[:cut], words[cut + 1 :]
+    o, flags = make_parser().parse_args(words), METHODS | ABLATIONS | SWEEP
     for name, more in o.extra:
-        flags[name] = [*flags[name], *shlex.split(more)]
+        if name not in flags:
+            raise train.UsageError(f"--with {name!r}: the rows are {', '.join(flags)}")
+        try:
+            flags[name] = [*flags[name], *shlex.split(more)]
+        except ValueError as error:
+            raise train.UsageError(f"--with {name!r} {more!r}: {error}") from None
     out = o.out or Path("runs") / f"compare-{o.dataset}"
-    common, command = (
+    common, told = (
         ["--dataset", o.dataset, *common],
         shlex.join(["python", "compare.py", *words]),
     )
@@ -236,11 +233,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def folders(name: str) -> list[Path]:
         return [run(out, name, flags[name], seed, common) for seed in o.seeds]
 
+    compare(out, o.parts, folders, told, common)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code: 0, or what a run of train.py ended with, or its codes for what is wrong."""
     try:
-        compare(out, o.parts, folders, command, common)
-    except SystemExit as stop:
-        return int(stop.code)
-    return 0
+        command(list(sys.argv[1:] if arguments is None else arguments))
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except SystemExit as stop:  # of a run, which has said why; or of --help
+        return int(stop.code or 0)
+    except (train.UsageError, data.DataError) as error:
+        text, code = str(error), 2
+    except (train.RunError, OSError) as error:
+        text, code = str(error), 1
+    print(f"compare.py: error: {' '.join(text.split())}", file=sys.stderr)
+    return code
 
 
 def compare(
@@ -256,7 +266,7 @@ def compare(
     """
     names = dict.fromkeys(["MULTI-LANE", *(ABLATIONS if "ablations" in parts else [])])
     names |= dict.fromkeys(METHODS if "methods" in parts else [])
-    found = {name: [read(folder) for folder in folders(name)] for name in names}
+    found = {name: [train.read_results(folder) for folder in folders(name)] for name in names}
     numbers, text = {"rows": found}, [comparison_table(found)]
     if "ablations" in parts:
         chosen = {name: found[name] for name in ("MULTI-LANE", *ABLATIONS)}
@@ -312,7 +322,7 @@ def compare_selectors(folders: Callable[[str], list[Path]]) -> dict:
     ):
         rows = {count: name.format(count) for count in counts}
         curves[line] = {
-            count: [read(folder)["mAP"] for folder in folders(same.get(row, row))]
+            count: [train.read_results(folder)["mAP"] for folder in folders(same.get(row, row))]
             for count, row in rows.items()
         }
     return curves

@@ -52,6 +52,10 @@ class DataError(ValueError):
         super().__init__(text.rpartition("DataError: ")[2].strip())
 
 
+class UsageError(ValueError):
+    """What was asked cannot be done; the text says why. Exit code 2."""
+
+
 # ---------------------------------------------------------------------------------------------
 # Benchmarks and tasks
 
@@ -799,12 +803,15 @@ def _read_own_text(path: Path) -> str:
     """A text file in UTF-8, with or without the mark that spreadsheets put at its beginning."""
     content = path.read_bytes()
     try:
-        return content.decode("utf-8-sig")
+        text, fault = content.decode("utf-8-sig"), content.find(b"\0")  # UTF-16 is full of these
     except UnicodeDecodeError as error:
-        line = content[: error.start].count(b"\n") + 1
+        text, fault = "", error.start
+    if fault >= 0:
+        line = content[:fault].count(b"\n") + 1
         raise DataError(
             f"{path}, line {line}, is not UTF-8: save it as UTF-8 (in a spreadsheet: CSV UTF-8)."
-        ) from None
+        )
+    return text
 
 
 def _read_own_classes(data_dir: Path) -> dict[str, int] | None:
@@ -1285,7 +1292,7 @@ def draw_split(benchmark: Benchmark, tasks: Sequence[Task], path: Path) -> None:
     top.margins(x=0.01)
     share = inside / counts.clamp_min(1)
     picture = bottom.imshow(
-        share.masked_fill(own, float("nan")), cmap="Greys", vmin=0, aspect="auto"
+        share.masked_fill(own, float("nan")).numpy(), cmap="Greys", vmin=0, aspect="auto"
     )
     for t, c in own.nonzero().tolist():
         bottom.add_patch(plt.Rectangle((c - 0.5, t - 0.5), 1, 1, color=colours[t % 10], lw=0))
@@ -1293,50 +1300,98 @@ def draw_split(benchmark: Benchmark, tasks: Sequence[Task], path: Path) -> None:
     bottom.set_yticks(range(len(tasks)), [f"task {t.index + 1}" for t in tasks], fontsize=7)
     bottom.set_title("coloured: labelled in this task; grey: in its images, but hidden")
     figure.colorbar(picture, ax=bottom, label="share of the class's images")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    try:
+        figure.savefig(path, dpi=120)
+    except ValueError as error:  # matplotlib knows pictures by their suffix
+        raise DataError(f"--picture {path} cannot be drawn ({error}): name it *.png.") from None
+    finally:
+        plt.close(figure)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Print a data set's split into tasks.")
-    parser.add_argument("dataset", help=", ".join(PROTOCOLS))
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        raise UsageError(message)  # instead of printing the usage, which is long
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    def whole_number(text: str) -> int:
+        if not least <= (value := int(text)) < 2**63:  # as large as PyTorch's whole numbers
+            what = f"below {least}" if value < least else "too large"
+            raise argparse.ArgumentTypeError(f"{text} is {what}")
+        return value
+
+    return whole_number
+
+
+def between(low: float, high: float) -> Callable[[str], float]:
+    def decimal_number(text: str) -> float:
+        if not low < (value := float(text)) <= high or math.isinf(value):
+            raise argparse.ArgumentTypeError(f"{text} is not above {low:g} and up to {high:g}")
+        return value
+
+    return decimal_number
+
+
+def make_parser() -> argparse.ArgumentParser:
+    text = "Print a data set's split into tasks."
+    parser = Parser("data.py", description=text, allow_abbrev=False)
+    seed = at_least(0)
+    parser.add_argument("dataset", choices=PROTOCOLS, help=", ".join(PROTOCOLS), metavar="dataset")
     parser.add_argument("--protocol", help="B0-C4, B10-C2, 10-tasks, ...; default: the paper's")
-    parser.add_argument("--holdout", type=float, help="test on this part of the training images")
+    text = "test on this part of the training images"
+    parser.add_argument("--holdout", type=between(0, 0.9), help=text)
     parser.add_argument("--data-dir", type=Path, default=Path("data"), help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="of glyphs' scenes, ImageNet-R's split")
-    parser.add_argument("--order-seed", type=int, help="shuffle the classes; default: alphabetical")
+    text = "of glyphs' scenes, ImageNet-R's split"
+    parser.add_argument("--seed", type=seed, default=0, help=text)
+    text = "shuffle the classes; default: alphabetical"
+    parser.add_argument("--order-seed", type=seed, help=text)
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the split into a PNG")
     parser.add_argument("--check-data", action="store_true", help="open every image once")
-    parser.add_argument(
-        "--pretrain", type=Path, metavar="FILE", help="glyphs: train the ViT from nothing into FILE"
-    )
-    options = parser.parse_args(arguments)
+    text = "glyphs: train the ViT from nothing into FILE"
+    parser.add_argument("--pretrain", type=Path, metavar="FILE", help=text)
+    return parser
+
+
+def command(arguments: Sequence[str] | None) -> None:
+    """Do what the command line says."""
+    options = make_parser().parse_args(arguments)
+    for name in ("picture", "pretrain"):  # before the work that it is to hold
+        path = getattr(options, name)
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise UsageError(f"--{name} {path} cannot be written: give a file in a folder there is")
+    if options.pretrain:
+        if options.dataset != "glyphs":
+            raise UsageError("--pretrain makes the glyphs' ViT: say `data.py glyphs --pretrain`")
+        score = pretrain_glyph_vit(options.pretrain, seed=options.seed)
+        print(f"{options.pretrain}: {score:.1f} mAP on new scenes of its own symbols")
+        return
+    benchmark = load_benchmark(options.dataset, options.data_dir, options.seed)
+    if options.holdout is not None:
+        benchmark = hold_out(benchmark, options.holdout, options.seed)
+    protocol = options.protocol or PROTOCOLS[options.dataset]
+    tasks = make_tasks(benchmark, protocol, options.order_seed)
+    print(describe(benchmark, tasks))
+    if options.check_data:
+        print(f"{check_data(tasks):,} image files can be read")
+    if options.picture:
+        draw_split(benchmark, tasks, options.picture)
+        print(f"drawn: {options.picture}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code: 0, or 2 for bad usage or data, 1 for what the system refuses, 130: Ctrl-C."""
     try:
-        if options.pretrain:
-            if options.dataset != "glyphs":
-                raise DataError(
-                    "--pretrain makes the glyphs' ViT: say `data.py glyphs --pretrain`."
-                )
-            score = pretrain_glyph_vit(options.pretrain, seed=options.seed)
-            print(f"{options.pretrain}: {score:.1f} mAP on new scenes of its own symbols")
-            return
-        benchmark = load_benchmark(options.dataset, options.data_dir, options.seed)
-        if options.holdout is not None:
-            if not 0 < options.holdout <= 0.9:
-                raise DataError(f"--holdout {options.holdout} is not above 0 and up to 0.9.")
-            benchmark = hold_out(benchmark, options.holdout, options.seed)
-        protocol = options.protocol or PROTOCOLS[options.dataset]
-        tasks = make_tasks(benchmark, protocol, options.order_seed)
-        print(describe(benchmark, tasks))
-        if options.check_data:
-            print(f"{check_data(tasks):,} image files can be read")
-        if options.picture:
-            draw_split(benchmark, tasks, options.picture)
-            print(f"drawn: {options.picture}")
-    except (DataError, OSError) as error:
-        print(f"data.py: error: {error}", file=sys.stderr)
-        sys.exit(2)
+        command(arguments)
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except (UsageError, DataError) as error:
+        text, code = str(error), 2
+    except OSError as error:
+        text, code = str(error), 1
+    print(f"data.py: error: {' '.join(text.split())}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

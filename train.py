@@ -28,6 +28,7 @@ import sys
 import tempfile
 import textwrap
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -50,7 +51,19 @@ from tqdm import tqdm
 
 import baselines
 import data
-from data import Benchmark, DataError, Split, Task, average_precision, item_seed, write_whole
+from data import (
+    Benchmark,
+    DataError,
+    Parser,
+    Split,
+    Task,
+    UsageError,
+    at_least,
+    average_precision,
+    between,
+    item_seed,
+    write_whole,
+)
 from multilane import LaneConfig, MultiLane, build_backbone, readout_features, solve_readout
 
 try:
@@ -61,10 +74,6 @@ except ImportError:  # not on Windows: there nobody keeps two trainings out of o
 
 # The options of a command: flags over presets; `where` is the device, `folder` the run's folder.
 Options = argparse.Namespace
-
-
-class UsageError(ValueError):
-    """What was asked cannot be done; the text says why. Exit code 2."""
 
 
 class RunError(RuntimeError):
@@ -148,7 +157,7 @@ COMMON = {  # the same for every data set
     "method": "multilane", "weights": None, "warm_start": True, "ablate": None, "merged_tokens": 30,
     "precision": "fp32", "compile": False, "seed": 0, "order_seed": None, "threshold": 0.8,
     "data_dir": Path("data"), "device": "auto", "workers": 0, "cache_dir": None, "holdout": None,
-    "start_from": None, "readout": 0.0,
+    "start_from": None, "readout": None,
 }  # fmt: skip
 # What may change from a run to its continuation: it says where things are, not what they are.
 PLACES = ("weights", "data_dir", "cache_dir", "start_from", "workers", "device")
@@ -323,15 +332,19 @@ def add_up(tensors: Sequence[Tensor]) -> None:
 
 def load_vit(name: str, weights: Path | None) -> nn.Module:
     """The backbone: of the glyphs, or of timm with timm's weights or those of a local file."""
-    if name == "glyph_vit":
-        return data.build_glyph_vit(weights or data.GLYPH_WEIGHTS)
-    vit = build_backbone(name, pretrained=weights is None)
+    glyphs = name == "glyph_vit"
+    if weights is None and glyphs:
+        weights = data.GLYPH_WEIGHTS
+    if weights is not None and not weights.is_file():
+        raise UsageError(f"--weights {weights}: there is no such file")
+    vit = data.build_glyph_vit(None) if glyphs else build_backbone(name, weights is None)
     if weights is not None:
         try:
             if weights.suffix == ".safetensors":
                 found = load_file(weights)
             else:  # weights_only: nothing in the file can run code
-                found = torch.load(weights, map_location="cpu", weights_only=True)
+                with warnings.catch_warnings(action="ignore"):  # of files that are refused anyway
+                    found = torch.load(weights, map_location="cpu", weights_only=True)
             found = found.get("model", found.get("state_dict", found))
             missing, extra = vit.load_state_dict(found, strict=False)
         except Exception as error:  # noqa: BLE001, a file that is no checkpoint may raise anything
@@ -360,10 +373,12 @@ def build_model(o: Options) -> MultiLane:
     ablated = ABLATIONS[o.ablate] if o.ablate else {}
     if o.ablate == "selectors":
         ablated = ablated | {"merged_tokens": o.merged_tokens}
-    config = LaneConfig(o.selectors, o.prompts, o.prompt_blocks, readout=o.readout, **ablated)
+    config = LaneConfig(
+        o.selectors, o.prompts, o.prompt_blocks, readout=o.readout or 0.0, **ablated
+    )
     try:
         return method(o).model(load_vit(o.backbone, o.weights), config).to(o.where)
-    except (ValueError, OSError, SafetensorError) as error:
+    except ValueError as error:
         raise UsageError(str(error)) from None
 
 
@@ -506,6 +521,16 @@ def kept_batches(kept: Kept, task: Task, o: Options, epoch: int) -> Iterator:
 # 6. The state of a run: one file is the truth, written whole or not at all
 
 
+# What reading a file may raise that is cut off, of another kind, or was edited into nonsense.
+SPOILED = (OSError, SafetensorError, ValueError, TypeError, LookupError, RuntimeError)
+
+
+def spoiled(path: Path, error: Any, remedy: str = "restore it, or remove the run") -> RunError:
+    reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+    reason = " ".join(reason.split())[:200]
+    return RunError(f"{path} is spoiled ({reason}): {remedy}")
+
+
 @dataclass
 class State:
     """How far a run is. Lanes of earlier tasks are finished, and in their own files."""
@@ -533,11 +558,15 @@ def read_state(folder: Path) -> State:
         return State()
     try:
         with safe_open(path, framework="pt") as file:
-            info = json.loads(file.metadata()["state"])
+            info = json.loads((file.metadata() or {}).get("state", "null"))
             names = file.keys()
-            return State(**info, tensors={name: file.get_tensor(name) for name in names})
-    except (SafetensorError, ValueError, TypeError, KeyError) as error:
-        raise RunError(f"{path} is spoiled ({error}): restore it, or remove the run") from None
+            state = State(**info, tensors={name: file.get_tensor(name) for name in names})
+        done = [record for record in state.records if "epoch" not in record]
+        if state.task != len(done) or state.epoch < 0:
+            raise ValueError("its parts contradict each other")
+        return state
+    except SPOILED as error:
+        raise spoiled(path, error) from None
 
 
 def snapshot(model: MultiLane, lane: int, optimizer: torch.optim.Adam) -> dict[str, Tensor]:
@@ -660,7 +689,10 @@ def train_lane(model: MultiLane, task: Task, state: State, o: Options) -> None:
         run = torch.compile(lane_logits)
     optimizer = torch.optim.Adam(model.lane_parameters(lane), betas=(0.9, 0.999))
     if state.tensors:
-        restore(model, lane, optimizer, state.tensors)
+        try:
+            restore(model, lane, optimizer, state.tensors)
+        except SPOILED as error:
+            raise spoiled(o.folder / "state.safetensors", error) from None
     if o.cache_views and method(o).on_stream and (state.epoch < o.epochs or o.readout):
         times["unkept_epoch"] = unkept_seconds(model, lane, task, views[0], o)
         kept = keep_training(model, task, views, o)
@@ -808,25 +840,32 @@ def test_features(model: MultiLane, test: TestImages) -> Tensor:
     return phi.cpu()
 
 
-def score(
-    kept: dict[str, Tensor], model: MultiLane, task: Task, tasks: Sequence[Task], o: Options
-) -> dict:
-    """The scores after a task, from what is kept of all test images of the run.
+def all_logits(kept: dict[str, Tensor], model: MultiLane, task: Task, o: Options) -> Tensor:
+    """What the model said of all test images after a task [n,C], the readout included.
 
     kept: the lanes' "logits" [n,C] and, with a readout, the "features" [n,F] that it sees.
     """
+    logits = kept["logits"][:, : len(task.seen)]
+    if not o.readout:
+        return logits
+    weights = solve_readout([lane.statistics for lane in model.lanes[: task.index + 1]])  # [F,C]
+    return logits + o.readout * (kept["features"] @ weights)
+
+
+def score(
+    kept: dict[str, Tensor], model: MultiLane, task: Task, tasks: Sequence[Task], o: Options
+) -> dict:
+    """The scores after a task, from what is kept of all test images of the run: `all_logits`."""
     rows = torch.searchsorted(tasks[-1].test_rows, task.test_rows)
     widths = [len(t.classes) for t in tasks[: task.index + 1]]
-    logits, truth = kept["logits"][rows][:, : len(task.seen)], task.test.labels
-    sizes = {"task": task.index + 1, "classes": len(task.seen), "test_images": len(rows)}
-    if o.readout:  # as it was after this task
-        alone = score_task(logits, truth, widths, o)
-        sizes["without_readout"] = {name: alone[name] for name in main_scores(alone)}
-        weights = solve_readout([lane.statistics for lane in model.lanes[: task.index + 1]])
-        logits = logits + o.readout * (kept["features"][rows] @ weights)
-    found = score_task(logits, truth, widths, o)
+    found = {"task": task.index + 1, "classes": len(task.seen), "test_images": len(rows)}
+    if o.readout:
+        lanes = kept["logits"][rows][:, : len(task.seen)]
+        alone = score_task(lanes, task.test.labels, widths, o)
+        found["without_readout"] = {name: alone[name] for name in main_scores(alone)}
+    found |= score_task(all_logits(kept, model, task, o)[rows], task.test.labels, widths, o)
     found["by_class"] = dict(zip(task.seen, found["by_class"], strict=True))
-    return sizes | found
+    return found
 
 
 def final_results(after: list[dict], model: MultiLane, o: Options) -> dict:
@@ -883,6 +922,8 @@ def held(folder: Path) -> Iterator[None]:
 def read_config(folder: Path) -> dict | None:
     """What config.json says; None for a folder that is not there or empty."""
     path = folder / "config.json"
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is no run's folder, but a file: give another --run")
     if not path.exists():
         if folder.is_dir() and (
             found := [p.name for p in folder.iterdir() if p.name != ".lock" and p.suffix != ".tmp"]
@@ -892,9 +933,28 @@ def read_config(folder: Path) -> dict | None:
             )
         return None
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path} is spoiled ({error}): restore it, or remove the run") from None
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        check_config(saved)
+        return saved
+    except SPOILED as error:
+        raise spoiled(path, error) from None
+
+
+def check_config(saved: dict) -> None:
+    """Raise whatever fits, unless every setting is one that this version's flags could give."""
+    needed = "backbone_fingerprint", "data_digest", "command", "revision", "versions", "machine"
+    for name in (*needed, "notes"):
+        saved[name]
+    given = {**saved["settings"], **saved["places"]}
+    plain = {n: v for n, v in given.items() if not (v is None or isinstance(v, bool))}
+    parsed = make_parser("glyphs").parse_args([f"{flag(n)}={v}" for n, v in plain.items()])
+    for name, usual in defaults(given["dataset"], given["method"]).items():
+        if name == "device":  # is of the command, not of the run
+            continue
+        value, read = given[name], getattr(parsed, name, None)
+        read = str(read) if isinstance(read, Path) else read
+        if value != read if name in plain else type(value) is not type(usual):
+            raise ValueError(f"{flag(name)} is {value!r}")
 
 
 def make_config(o: Options, model: MultiLane, benchmark: Benchmark) -> dict:
@@ -957,10 +1017,14 @@ def from_config(saved: dict, explicit: dict) -> Options:
     return complete({**saved["settings"], **places, **explicit})
 
 
-def check_same(saved: dict, model: MultiLane, benchmark: Benchmark, folder: Path) -> None:
-    """Refuse to go on with other weights or data than a run began with."""
+def check_weights(saved: dict, model: MultiLane, folder: Path) -> None:
     if saved["backbone_fingerprint"] != model.fingerprint():
         raise UsageError(f"{folder} was made over other backbone weights: give those as --weights")
+
+
+def check_same(saved: dict, model: MultiLane, benchmark: Benchmark, folder: Path) -> None:
+    """Refuse to go on with other weights or data than a run began with."""
+    check_weights(saved, model, folder)
     if saved["data_digest"] != data_digest(benchmark):
         raise UsageError(f"{folder} was made of other data: give the same --data-dir")
 
@@ -1004,6 +1068,38 @@ def lane_files(folder: Path, count: int) -> list[Path]:
     return [folder / f"lane-{t + 1:02d}.safetensors" for t in range(count)]
 
 
+def load_lanes(model: MultiLane, files: Sequence[Path]) -> None:
+    """Load the finished lanes of a run."""
+    try:
+        model.load_lanes(files)
+    except ValueError as error:
+        raise RunError(str(error)) from None
+
+
+def check_lanes(model: MultiLane, tasks: Sequence[Task], folder: Path) -> None:
+    """Refuse lanes that are not those of the first tasks, as when two files were swapped."""
+    files = lane_files(folder, len(model.lanes))
+    for path, lane, task in zip(files, model.lanes, tasks, strict=False):
+        if lane.classes != task.classes:
+            names = [", ".join(classes) for classes in (lane.classes, task.classes)]
+            raise spoiled(path, f"it is for {names[0]}, its task is for {names[1]}")
+
+
+def read_kept(path: Path, images: int, classes: int, o: Options) -> dict[str, Tensor]:
+    """What is kept of the test images, see `score`: of the first so many classes."""
+    try:
+        kept, wanted = load_file(path), {"logits": [images, classes]}
+        kept["logits"] = kept["logits"][:, :classes].contiguous()
+        if o.readout:
+            wanted |= {"features": [images, kept["features"].shape[-1]]}
+        if wrong := [name for name in wanted if list(kept[name].shape) != wanted[name]]:
+            shape, name = list(kept[wrong[0]].shape), wrong[0]
+            raise ValueError(f"its {name} are {shape} where {wanted[name]} are needed")
+        return kept
+    except SPOILED as error:
+        raise spoiled(path, error) from None
+
+
 def lanes_to_start_from(o: Options) -> list[Path]:
     """The finished lanes of the run that --start-from names."""
     files = lane_files(o.start_from, read_state(o.start_from).task) if o.start_from else []
@@ -1041,14 +1137,16 @@ def run_tasks(model: MultiLane, tasks: Sequence[Task], o: Options) -> State:
             write_whole(new, old.read_bytes())
     if state.records:
         say(f"resuming after {state.task} tasks and {state.epoch} epochs")
+    if state.task > len(tasks) or state.epoch > o.epochs:
+        raise spoiled(o.folder / "state.safetensors", "it is of a longer run")
+    if is_first():
+        load_lanes(model, files[: state.task])
+        check_lanes(model, tasks, o.folder)
     if state.records and is_first():
-        write_state(o.folder, state)  # it may have been stopped between the two files of this
         if state.task:
             # It may have been stopped after it had scored the lane in work: that is done again.
-            kept = load_file(kept_file)
-            kept["logits"] = kept["logits"][:, : len(tasks[state.task - 1].seen)].contiguous()
-    if is_first():
-        model.load_lanes(files[: state.task])
+            kept = read_kept(kept_file, test.count, len(tasks[state.task - 1].seen), o)
+        write_state(o.folder, state)  # it may have been stopped between the two files of this
     for task in tasks[len(model.lanes) : state.task]:  # the other processes get what the first read
         model.add_lane(task.classes)
     for p in model.lanes.parameters() if dist.is_initialized() else ():
@@ -1364,22 +1462,33 @@ def open_run(folder: Path, explicit: dict) -> tuple[Options, dict, MultiLane]:
     o.folder, model, lanes = folder, build_model(o), read_state(folder).task
     if not lanes:
         raise UsageError(f"{folder} has no finished lane yet: train with --resume --run {folder}")
-    try:
-        model.load_lanes(lane_files(folder, lanes))
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+    check_weights(saved, model, folder)
+    load_lanes(model, lane_files(folder, lanes))
     return o, saved, model
+
+
+def read_results(folder: Path) -> dict:
+    """The scores of a finished run."""
+    path = folder / "results.json"
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+        for name in ("after_task", "forgetting", "trainable_parameters", "time"):
+            results[name]
+        return results
+    except SPOILED as error:
+        remedy = f"remove it and report.md, and make both again with --resume --run {folder}"
+        raise spoiled(path, error, remedy) from None
 
 
 def evaluate(explicit: dict, folder: Path) -> None:
     """--eval: run the lanes of a finished run over the test images again, and compare."""
     o, saved, model = open_run(folder, explicit)
-    try:
-        before = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raise UsageError(f"{folder} is not finished: train with --resume --run {folder}") from None
+    if not (folder / "results.json").exists():
+        raise UsageError(f"{folder} is not finished: train with --resume --run {folder}")
+    before = read_results(folder)
     benchmark, tasks = load_tasks(o)
     check_same(saved, model, benchmark, folder)
+    check_lanes(model, tasks, folder)
     test, after, name = TestImages(tasks[-1].test, model, o), [], metric(o)
     kept = {"features": test_features(model, test)} if o.readout else {}
     if method(o).independent:
@@ -1476,29 +1585,6 @@ def dry_run(explicit: dict) -> None:
 
 # ---------------------------------------------------------------------------------------------
 # 12. The command line
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
-        raise UsageError(message)  # instead of printing the usage, which is long
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    def whole_number(text: str) -> int:
-        if (value := int(text)) < least:
-            raise argparse.ArgumentTypeError(f"{text} is below {least}")
-        return value
-
-    return whole_number
-
-
-def between(low: float, high: float) -> Callable[[str], float]:
-    def decimal_number(text: str) -> float:
-        if not low < (value := float(text)) <= high or math.isinf(value):
-            raise argparse.ArgumentTypeError(f"{text} is not above {low:g} and up to {high:g}")
-        return value
-
-    return decimal_number
 
 
 def flag(name: str) -> str:
@@ -1637,8 +1723,6 @@ def check_settings(o: Options, given: Collection[str]) -> None:
     # Before anything is downloaded; without one, reading the user's own data says what would fit.
     if o.protocol and not re.fullmatch(r"B\d+-C\d+|\d+-tasks", o.protocol):
         raise UsageError(f"--protocol {o.protocol} is none: give one like B0-C4 or 10-tasks")
-    if o.weights is not None and not o.weights.is_file():
-        raise UsageError(f"--weights {o.weights}: there is no such file")
     if o.cache_dir is not None and not o.cache_dir.is_dir():
         raise UsageError(f"--cache-dir {o.cache_dir}: there is no such folder")
     if o.batch < rank_and_world()[1]:
@@ -1655,14 +1739,20 @@ def default_folder(o: Options) -> Path:
     return Path("runs") / "-".join(filter(None, parts))
 
 
-def command(arguments: Sequence[str] | None) -> None:
-    """Do what the command line says."""
+def parse(arguments: Sequence[str] | None) -> dict:
+    """The flags that are given, and no others."""
     first = Parser(add_help=False, allow_abbrev=False)
     first.add_argument("--dataset", default="glyphs", choices=PRESETS)
     first.add_argument("--method", default="multilane", choices=baselines.METHODS)
     chosen = first.parse_known_args(arguments)[0]
     explicit = vars(make_parser(chosen.dataset, chosen.method).parse_args(arguments))
     check_command(explicit.keys())
+    return explicit
+
+
+def command(arguments: Sequence[str] | None) -> None:
+    """Do what the command line says."""
+    explicit = parse(arguments)
     explicit["where"] = start_processes(explicit.get("device", "auto"))
     if "eval" in explicit:
         return evaluate(explicit, explicit["eval"])
