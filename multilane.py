@@ -577,12 +577,13 @@ def solve_readout(tasks: Sequence[Statistics]) -> Tensor:
             least, best = error, w
     w = vectors @ best  # [F,C]
     # From scores r = phi w to log-odds: two normal distributions of r, with the class and without,
-    # of means m1 and m0 and one variance, give the slope (m1 - m0) / variance. Sums are enough.
+    # of means m1 and m0 and one variance, give the slope (m1 - m0) / variance. Sums are enough. At
+    # m1 and m0 the odds are at most e^10 to 1: so few training images cannot make it surer.
     negatives, total = (n - positives).clamp_min(1), gram[-1] @ w  # [C]
     m1 = (w * sums).sum(0) / positives
     m0 = (total - m1 * positives) / negatives
     variance = ((w * (gram @ w)).sum(0) - positives * m1**2 - negatives * m0**2) / n
-    slope = (m1 - m0) / variance.clamp_min(1e-3)
+    slope = (m1 - m0) / variance.clamp_min(0.05 * (m1 - m0) ** 2 + 1e-12)
     w = w * slope
     w[-1] += torch.log(positives / negatives) - slope * (m1 + m0) / 2
     return w.float()
