@@ -660,18 +660,18 @@ def test_the_readout_is_ridge_regression_on_all_images_at_once():
     phi = model.features(images)
     assert phi.shape == (120, 3 * 48 + 1)
     wanted = batch_readout(phi, truth)
-    assert_close(model.read_out(phi), wanted, 1e-3)
+    assert_close(model.read_out(phi), wanted, 5e-3)  # sums are kept in float32
     for part in ("reference", "parallel"):
         alone = torch.cat([logits(model, images[:5], part, lane=t) for t in range(3)], 1)
-        assert_close(logits(model, images[:5], part), alone + model.read_out(phi[:5]))
+        assert_close(logits(model, images[:5], part), alone + model.read_out(phi[:5]), 1e-4)
     with torch.no_grad():
         g, cls = model.stream(images[:5])
-        assert_close(model.forward_stream(g, cls), model(images[:5]))
-    assert_close(model(images[:5]), logits(model, images[:5], "parallel"))  # with gradients
+        assert_close(model.forward_stream(g, cls), model(images[:5]), 1e-4)
+    assert_close(model(images[:5]), logits(model, images[:5], "parallel"), 1e-4)
     loud, _ = taught_model()
     loud.config = multilane.LaneConfig(4, 5, 2, readout=2.5)
     loud._solved = [], None
-    assert_close(loud.read_out(phi), 2.5 * wanted, 1e-3)
+    assert_close(loud.read_out(phi), 2.5 * wanted, 5e-3)
 
 
 def test_the_features_of_the_readout_are_the_frozen_vits():
@@ -692,7 +692,7 @@ def test_the_order_of_tasks_does_not_change_the_readout():
     (model, _), (other, _) = taught_model((0, 1, 2)), taught_model((2, 0, 1))
     phi = model.features(pictures(9, seed=3))
     moved = [other.classes.index(name) for name in model.classes]
-    assert_close(other.read_out(phi)[:, moved], model.read_out(phi), 1e-5)
+    assert_close(other.read_out(phi)[:, moved], model.read_out(phi), 1e-4)
 
 
 def test_a_dropped_task_is_gone_from_the_readout():
@@ -728,7 +728,7 @@ def test_the_readout_is_saved_loaded_and_put_together_with_the_lanes(tmp_path):
     spoiled["readout.sums"] = spoiled["readout.sums"][:, :1].contiguous()
     save_file(spoiled, tmp_path / "0", about)
     with pytest.raises(ValueError, match="readout.sums"):
-        twin.load_lane(tmp_path / "0")
+        MultiLane(small_vit(), model.config).load_lane(tmp_path / "0")
 
 
 def test_the_next_forward_knows_what_the_readout_learned():
