@@ -548,10 +548,12 @@ def readout_features(vit: nn.Module, g: Tensor, cls: Tensor) -> Tensor:
     """What the readout sees of an image: phi [B,F], F = 3 D + 1.
 
     From the last block's g [B,N,D] its [CLS] and the mean of its patches; the frozen [CLS] after
-    the final norm, cls [B,D]; and 1. All of it is there when the lanes have run.
+    the final norm, cls [B,D]; each of one length, sqrt(D); and 1. It is all there for the lanes.
     """
     patches = g[:, vit.num_prefix_tokens :].mean(1)  # [B,D]
-    return torch.cat([g[:, 0], patches, cls, torch.ones_like(cls[:, :1])], -1).float()
+    parts = torch.stack([g[:, 0], patches, cls], 1).float()  # [B,3,D]
+    phi = F.normalize(parts, dim=-1) * g.shape[-1] ** 0.5
+    return torch.cat([phi.flatten(1), torch.ones_like(phi[:, 0, :1])], -1)
 
 
 def solve_readout(tasks: Sequence[Statistics]) -> Tensor:
