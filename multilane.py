@@ -737,7 +737,7 @@ class MultiLane(nn.Module):
 
         module = self._lane(lane)
         tensors = {name: p.detach().cpu().contiguous() for name, p in module.named_parameters()}
-        if module.statistics is not None:
+        if self.config.readout and module.statistics is not None:
             tensors |= {f"readout.{name}": t for name, t in module.statistics._asdict().items()}
         for name, tensor in tensors.items():
             if not tensor.isfinite().all():
