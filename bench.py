@@ -84,6 +84,7 @@ class Row(NamedTuple):
     method: str | None = None  # of baselines.METHODS; None is the plain ViT
     impl: str = "auto"  # of MultiLane, or "batched": see `literal_lanes`
     selectors: int = 1
+    readout: float = 0.0
     passes: int = 1  # how often the tokens go through the ViT
     paper: tuple[float, int, float] | None = None  # GMACs, images/s, million parameters
 
@@ -105,6 +106,8 @@ def make_rows(o: Options) -> list[Row]:
         for S in sorted({1, o.selectors}):
             paper = figures.get(S) if impl in ("reference", "batched") else None
             rows.append(Row(f"MULTI-LANE {words}, S={S}", "multilane", impl, S, paper=paper))
+    name = f"MULTI-LANE parallel with readout, S={o.selectors}"
+    rows.append(Row(name, "multilane", "parallel", o.selectors, readout=1.0))
     return rows if as_published else [row._replace(paper=None) for row in rows]
 
 
@@ -113,7 +116,8 @@ def build(row: Row, vit: nn.Module, o: Options) -> nn.Module:
     if row.method is None:
         return vit
     blocks = min(LaneConfig().prompt_blocks, len(vit.blocks))
-    model = METHODS[row.method].model(vit, LaneConfig(row.selectors, o.prompts, blocks))
+    config = LaneConfig(row.selectors, o.prompts, blocks, readout=row.readout)
+    model = METHODS[row.method].model(vit, config)
     model.impl = "reference" if row.impl == "batched" else row.impl
     with torch.device(vit.cls_token.device if vit.cls_token.is_meta else "cpu"):
         for t in range(o.lanes):

@@ -3736,10 +3736,11 @@ def test_counts_of_bench_follow_from_the_sizes(published_rows):
             linear = (N + T * (1 + S)) * a_token + embedding + heads
             lane = 2 * S * N * D * L + 2 * (1 + S) * ((1 + S) * L + 5 * P) * D
             more = attention + T * lane
-        else:  # identity (v): of the last block's frozen tokens, only keys and values
-            linear = (N + T) * a_token - N * 10 * D * D + embedding + heads + T * S * N * D * L
+        else:  # identity (v): of the last block's patches, only keys and values
+            linear = (N + T) * a_token - 10 * (N - 1) * D * D + embedding + heads
+            linear += T * S * N * D * L + (row.readout > 0) * (3 * D + 1) * T * 10
             rows = 2 * N * D + 2 * H * S * N  # against keys and values, and through alpha
-            more = attention * (L - 1) / L + T * (rows * L + 2 * 5 * P * H * d)
+            more = attention * (L - 1) / L + 2 * N * D + T * (rows * L + 2 * 5 * P * H * d)
         assert macs.linear == linear, row.name
         assert macs.total == pytest.approx(linear + more, abs=1e4), row.name
 
