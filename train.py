@@ -64,7 +64,14 @@ from data import (
     item_seed,
     write_whole,
 )
-from multilane import LaneConfig, MultiLane, build_backbone, readout_features, solve_readout
+from multilane import (
+    LaneConfig,
+    MultiLane,
+    Statistics,
+    build_backbone,
+    readout_features,
+    solve_readout,
+)
 
 try:
     import fcntl
@@ -735,14 +742,12 @@ def learn_readout(
     started, (rank, world) = time.perf_counter(), rank_and_world()
     labels = task.train.labels[rank::world]
     if kept and o.cache_views == 1:
-        features = (
-            readout_features(
-                model.backbone,
-                torch.from_numpy(kept.g[0, rows.numpy(), -1]).float(),  # [b,N,D]
-                kept.cls[0, rows],
-            )
-            for rows in torch.arange(len(labels)).split(TEST_BATCH)
-        )
+
+        def seen(rows: Tensor) -> Tensor:
+            g = torch.from_numpy(kept.g[0, rows.numpy(), -1]).float()  # [b,N,D] of the last block
+            return readout_features(model.backbone, g, kept.cls[0, rows])
+
+        features = map(seen, torch.arange(len(labels)).split(TEST_BATCH))
     else:
         where = f"task {task.index + 1}, training"
         options = {"workers": o.workers, "rank": rank, "world": world, "where": where}
@@ -751,10 +756,10 @@ def learn_readout(
     with autocast(o):
         for phi, truth in zip(features, labels.split(TEST_BATCH), strict=True):
             model.learn_readout(task.index, phi, truth)
-    lane = model.lanes[task.index]
+    lane = model.lanes[task.index]  # without statistics, if this process has no image
     sums = [t.to(o.where) for t in lane.statistics or model.no_statistics(len(task.classes))]
     add_up(sums)
-    lane.statistics = type(model.no_statistics(1))(*(t.cpu() for t in sums))
+    lane.statistics = Statistics(*(t.cpu() for t in sums))
     size = sum(t.nbytes for t in lane.statistics) / 1e6
     say(f"    readout: {size:.1f} MB of sums kept, {time.perf_counter() - started:.1f} s")
 
