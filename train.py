@@ -482,7 +482,7 @@ def keep_stream(
             bar.update(len(images))
     file.flush()
     g = np.memmap(file, dtype, "r", shape=shape) if shape[1] else np.zeros(shape, dtype)
-    cls = torch.cat([torch.zeros(0, shape[-1]), *cls]).view(*shape[:2], -1)
+    cls = torch.cat([torch.zeros(0, shape[-1]), *cls]).view(*shape[:2], shape[-1])
     return Kept(g, cls, time.perf_counter() - started)
 
 
