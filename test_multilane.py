@@ -3208,7 +3208,7 @@ BAD_INPUTS = [
     ("compare.py --dataset cifar100", 2, "invalid choice: 'cifar100'"),
     ("compare.py --seeds x", 2, "invalid whole_number value: 'x'"),
     ("compare.py --seeds", 2, "expected at least one argument"),
-    ("compare.py --with CODA '--lr 1'", 2, "the rows are MULTI-LANE, joint"),
+    ("compare.py --with CODA '--lr 1'", 2, "the rows are MULTI-LANE, MULTI-LANE with readout, joint"),
     ("compare.py --with CODA-P \"--lr '1\"", 2, "No closing quotation"),
     ("compare.py -- --lr -1", 2, "-1 is not above 0"),
     ("compare.py --out file -- --data-dir small", 1, "Not a directory"),

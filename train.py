@@ -1094,12 +1094,13 @@ def read_kept(path: Path, images: int, classes: int, o: Options) -> dict[str, Te
     """What is kept of the test images, see `score`: of the first so many classes."""
     try:
         kept, wanted = load_file(path), {"logits": [images, classes]}
-        kept["logits"] = kept["logits"][:, :classes].contiguous()
         if o.readout:
-            wanted |= {"features": [images, kept["features"].shape[-1]]}
-        if wrong := [name for name in wanted if list(kept[name].shape) != wanted[name]]:
-            shape, name = list(kept[wrong[0]].shape), wrong[0]
-            raise ValueError(f"its {name} are {shape} where {wanted[name]} are needed")
+            wanted["features"] = [images, kept["features"].shape[-1]]
+        for name, shape in wanted.items():
+            found = list(kept[name].shape)
+            if len(found) != 2 or found[0] != images or found[1] < shape[1]:
+                raise ValueError(f"its {name} are {found} where {shape} are needed")
+        kept["logits"] = kept["logits"][:, :classes].contiguous()
         return kept
     except SPOILED as error:
         raise spoiled(path, error) from None
