@@ -2731,6 +2731,8 @@ def test_resume_needs_no_other_flag_and_remembers_the_settings(
 def test_ctrl_c_ends_in_a_sentence(small, tmp_path):
     words = [*flags(small, epochs=1000), "--run", str(tmp_path / "run")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # A shell may have started the tests with SIGINT ignored, which a child inherits.
+    pipes["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen([sys.executable, str(HERE / "train.py"), *words], **pipes)
     while "epoch 1/" not in process.stdout.readline():
         assert process.poll() is None
