@@ -294,6 +294,19 @@ def test_summaries_are_averages():
         assert ((alpha > 0).sum(1) == 1).all()  # every frozen token is in exactly one
 
 
+@pytest.mark.parametrize("images", [1, 4, 7])
+@pytest.mark.parametrize("kept", [torch.float64, torch.float16])
+def test_summaries_of_a_few_images_at_a_time(images, kept):
+    generator = torch.Generator().manual_seed(images)
+    s = torch.randn(3, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+    g = torch.randn(images, 5, 8, generator=generator).to(kept)
+    weights = torch.randn(images, 3, 8, generator=generator, dtype=torch.float64)
+    ours, wanted = multilane.Summarize.apply(s, g), multilane.summarize(s, g.double())
+    assert_close(ours, wanted)
+    (grad,) = torch.autograd.grad((ours * weights).sum(), s)
+    assert_close(grad, torch.autograd.grad((wanted * weights).sum(), s)[0])
+
+
 def test_token_merging_joins_what_is_alike():
     base = torch.eye(4).repeat_interleave(2, 0)[None]  # tokens 0,1 alike, 2,3 alike, ...
     alpha = multilane.merge_tokens(base, 4)
