@@ -3223,6 +3223,7 @@ BAD_INPUTS = [
     ("compare.py --dataset cifar100", 2, "invalid choice: 'cifar100'"),
     ("compare.py --seeds x", 2, "invalid whole_number value: 'x'"),
     ("compare.py --seeds", 2, "expected at least one argument"),
+    ("compare.py --finished --out away", 2, "away has no finished run of MULTI-LANE"),
     ("compare.py --with CODA '--lr 1'", 2, "the rows are MULTI-LANE, MULTI-LANE with readout, joint"),
     ("compare.py --with CODA-P \"--lr '1\"", 2, "No closing quotation"),
     ("compare.py -- --lr -1", 2, "-1 is not above 0"),
@@ -3705,6 +3706,17 @@ def test_the_comparison_is_one_command_and_is_not_repeated(small, tmp_path, caps
         assert (out / f"{name}.png").stat().st_size > 5000 and f"({name}.png)" in text
     monkeypatch.setattr(train, "main", lambda words: pytest.fail("a finished run is repeated"))
     assert compare.main(words) == 0 and (out / "comparison.md").read_text() == text
+    for run in ("l2p-seed1", "coda-p-seed0", "linear-probe-seed0"):
+        (out / run / "report.md").unlink()
+    for seed in (0, 1):
+        (out / f"token-merging-seed{seed}" / "report.md").unlink()
+    assert compare.main(["--finished", *words]) == 0
+    numbers = json.loads((out / "comparison.json").read_text())
+    seeds = {name: len(results) for name, results in numbers["rows"].items()}
+    assert (
+        seeds["MULTI-LANE"] == 2 and seeds["L2P"] == seeds["CODA-P"] == seeds["linear probe"] == 1
+    )
+    assert "Token Merging" not in seeds and len(numbers["frequency"]) == 5
 
 
 # ---------------------------------------------------------------------------------------------
