@@ -285,7 +285,7 @@ def start_processes(device: str) -> torch.device:
         chosen = torch.device(device)
         if chosen.type == "cuda" and chosen.index is None:
             chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.zeros(1, device=chosen)
+        torch.zeros(1, device=chosen).item()  # meta would make tensors, without numbers
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(f"--device {device} cannot be used here ({reason})") from None
