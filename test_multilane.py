@@ -3046,6 +3046,7 @@ BAD_INPUTS = [
     ("train.py --cache-dir file", 2, "--cache-dir file: there is no such folder"),
     ("train.py --crop-scale 0.2", 2, "--crop-scale does nothing with --cache-views 1"),
     ("train.py --ablate selectors --selectors 3", 2, "--selectors does nothing"),
+    ("train.py --readout --ablate pathways", 2, "--readout with --ablate pathways: the readout is"),
     ("train.py --merged-tokens 3", 2, "--merged-tokens does nothing without --ablate selectors"),
     ("train.py --prompts 0 --prompt-blocks 2", 2, "--prompt-blocks does nothing with --prompts 0"),
     ("train.py --prompt-blocks 0 --prompts 3", 2, "--prompts does nothing"),

@@ -1724,6 +1724,11 @@ def check_settings(o: Options, given: Collection[str]) -> None:
             "--holdout with --start-from could test old lanes on images that they were trained "
             "on: give the data a test part"
         )
+    if o.readout and o.ablate == "pathways":
+        raise UsageError(
+            "--readout with --ablate pathways: the readout is scored beside lanes that are asked "
+            "one by one, one pathway is asked as a whole: leave one of the two out"
+        )
     if o.cache_views > 1 and not method(o).on_stream:
         raise UsageError(f"--cache-views {o.cache_views} {named}: give 0 or 1, it keeps no stream")
     # Before anything is downloaded; without one, reading the user's own data says what would fit.
