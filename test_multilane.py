@@ -2963,6 +2963,12 @@ def halve(name):
     return lambda: Path(name).write_bytes(Path(name).read_bytes()[: Path(name).stat().st_size // 2])
 
 
+def cut_in(name, text):
+    """A fault: the file ends before the last sign of text. Half of a file may end anywhere: how
+    long it is depends on the folder of the tests, on how they were started, and on the clock."""
+    return lambda: Path(name).write_text(Path(name).read_text().split(text)[0] + text[:-1])
+
+
 def lose(name):
     return lambda: Path(name).unlink()
 
@@ -3106,7 +3112,8 @@ BAD_INPUTS = [
     ("train.py VOC --start-from file --run x", 2, "--start-from file is no run's folder"),
     # config.json: spoiled, or of another version.
     ("train.py --eval run", 1, "config.json is spoiled (Expecting value", put("run/config.json")),
-    ("train.py --eval run", 1, "config.json is spoiled (Unterminated", halve("run/config.json")),
+    ("train.py --eval run", 1, "config.json is spoiled (Unterminated",
+     cut_in("run/config.json", '"settings"')),
     ("train.py --eval run", 1, "config.json is spoiled ('utf-8'",
      put("run/config.json", b"\xff\xfe{}")),
     ("train.py --eval run", 1, "config.json is spoiled (list", put("run/config.json", b"[1, 2]")),
@@ -3164,7 +3171,8 @@ BAD_INPUTS = [
     ("train.py --eval run", 1, "lane-01.safetensors is spoiled (it is for diningtable",
      swap("run/lane-01.safetensors", "run/lane-02.safetensors")),
     ("train.py --eval run", 2, "run is not finished", lose("run/results.json")),
-    ("train.py --eval run", 1, "results.json is spoiled (Expecting", halve("run/results.json")),
+    ("train.py --eval run", 1, "results.json is spoiled (Expecting",
+     cut_in("run/results.json", '"after_task":')),
     ("train.py --eval run", 1, "results.json is spoiled (it lacks", put("run/results.json", b"{}")),
     ("train.py --eval run", 1, "results.json is spoiled (list", put("run/results.json", b"[]")),
     # Images.
