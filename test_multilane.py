@@ -2252,6 +2252,20 @@ def sentence(capsys):
     return text
 
 
+def undraw(monkeypatch):
+    """Runs draw no plots, which is most of what a small one costs."""
+    for name in ("scores", "classes", "forgetting", "heatmaps"):
+        monkeypatch.setattr(train, f"draw_{name}", lambda *args: None)
+
+
+@pytest.fixture
+def undrawn():
+    """For tests of what a run computes; others look at the plots."""
+    with pytest.MonkeyPatch.context() as patch:
+        undraw(patch)
+        yield
+
+
 @pytest.fixture(scope="module")
 def voc_run(small):
     """An uninterrupted run, against which others are compared."""
@@ -2285,6 +2299,7 @@ def test_a_run_leaves_everything(voc_run, small):
     assert f"| 2 | 20 | 20 | {results['mAP']:.2f} |" in report
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_same_seed_gives_the_same_bits_with_any_number_of_workers(voc_run, small, tmp_path):
     assert train.main([*flags(small, workers=2), "--run", str(tmp_path / "a")]) == 0
     assert numbers(tmp_path / "a") == numbers(voc_run)
@@ -2342,6 +2357,7 @@ def test_predict_prints_classes_and_writes_overlays(voc_run, small, capsys):
     assert told.splitlines()[1].split() == [f"{kept.max():.3f}", "*", highest]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_lanes_can_be_trained_on_kept_streams(small, tmp_path, capsys):
     """One kept view is the un-augmented centre: training on it equals training on that view."""
     assert train.main([*flags(small, **{"cache-views": 1}), "--run", str(tmp_path / "kept")]) == 0
@@ -2360,6 +2376,7 @@ def test_lanes_can_be_trained_on_kept_streams(small, tmp_path, capsys):
     assert any((p - three[name]).abs().max() > 2e-2 for name, p in kept.items())
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_kept_stream_of_the_test_images_changes_no_bit(small, tmp_path, capsys, monkeypatch):
     runs, passes, stream = [], [], MultiLane.stream
 
@@ -2421,6 +2438,7 @@ def test_own_images_end_to_end(small, tmp_path, capsys, monkeypatch):
     assert "train.csv, line 14, names photos/gone.png" in sentence(capsys)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_task_is_added_to_a_finished_run(small, tmp_path, capsys):
     """New classes next month: the old lanes stay as they are, to the bit; only one is trained."""
     make_own(tmp_path, 12, 8)
@@ -2446,6 +2464,7 @@ def test_a_task_is_added_to_a_finished_run(small, tmp_path, capsys):
     assert "the same digits" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_from_other_lanes_resumes_to_the_same_bits(small, tmp_path, monkeypatch):
     make_own(tmp_path, 12, 8)
     (tmp_path / "classes.txt").write_text("ant\nbee\ncat\ndog\n")
@@ -2472,6 +2491,7 @@ def test_a_run_from_other_lanes_resumes_to_the_same_bits(small, tmp_path, monkey
         ({"run": None, "epochs": None, "dry-run": True}, "--start-from does nothing with --dry"),
     ),
 )
+@pytest.mark.usefixtures("undrawn")
 def test_lanes_that_cannot_be_started_from(small, tmp_path, capsys, more, reason):
     first = small / "own first"
     if not first.exists():
@@ -2483,6 +2503,7 @@ def test_lanes_that_cannot_be_started_from(small, tmp_path, capsys, more, reason
     assert reason in sentence(capsys) and not (tmp_path / "run").exists()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_check_data_opens_every_image_before_training(small, tmp_path, capsys):
     root, run = make_voc(tmp_path, 20, 20), tmp_path / "run"
     words = [*flags(small, epochs=1, **{"data-dir": tmp_path}), "--check-data", "--run", str(run)]
@@ -2535,6 +2556,7 @@ def test_ablations_run_and_score_again(small, tmp_path, ablation, capsys):
     ) in report
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_one_pathway_trains_the_keys_with_and_without_kept_streams(small, tmp_path):
     for views in (0, 1):
         run = tmp_path / str(views)
@@ -2546,6 +2568,7 @@ def test_one_pathway_trains_the_keys_with_and_without_kept_streams(small, tmp_pa
         assert model.key_loss(cls, 0) < -0.3  # keys start at random: a cosine near 0
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_fresh_start_bf16_and_other_settings_reach_the_training(voc_run, small, tmp_path):
     before = numbers(voc_run)
     for number, more in enumerate(
@@ -2559,6 +2582,7 @@ def test_fresh_start_bf16_and_other_settings_reach_the_training(voc_run, small, 
         assert (after["lane-01.safetensors"] == before["lane-01.safetensors"]) == cold
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_compiled_training_agrees(small, tmp_path, monkeypatch):
     compiled = []
 
@@ -2598,18 +2622,22 @@ def test_glyphs_end_to_end_on_a_few_scenes(small, tmp_path, capsys, monkeypatch)
 
 
 @pytest.mark.parametrize("views", (0, 1, 2))
-def test_a_readout_is_scored_resumed_and_asked(small, tmp_path, capsys, monkeypatch, views):
+@pytest.mark.usefixtures("undrawn")
+def test_a_readout_is_scored_resumed_and_asked(
+    voc_run, small, tmp_path, capsys, monkeypatch, views
+):
     words = flags(small, readout=True, **{"cache-views": views})
     assert train.main([*words, "--run", str(tmp_path / "a")]) == 0
     assert "without the readout: mAP" in capsys.readouterr().out
     results = numbers(tmp_path / "a")["results"]
-    plain = flags(small, **{"cache-views": views})
-    assert train.main([*plain, "--run", str(tmp_path / "plain")]) == 0
-    without = numbers(tmp_path / "plain")["results"]  # the lanes are those of a run without
+    plain = tmp_path / "plain" if views else voc_run
+    if views:
+        assert train.main([*flags(small, **{"cache-views": views}), "--run", str(plain)]) == 0
+    without = numbers(plain)["results"]  # the lanes are those of a run without
     assert results["mAP"] != without["mAP"]
     assert results["without_readout"]["mAP"] == without["mAP"]
     assert results["without_readout"]["average_mAP"] == without["average_mAP"]
-    for writes in (5, 12):  # in the first and in the second task
+    for writes in (5, 12):  # after the last epoch of the first and of the second task
         run = tmp_path / f"stopped {writes}"
         with monkeypatch.context() as patch:
             stop_after_writes(patch, writes, KeyboardInterrupt())
@@ -2650,6 +2678,8 @@ KILLER = """
 import json, os, random, signal, sys, time
 sys.path.insert(0, {here!r})
 import train
+train.draw_scores = train.draw_classes = train.draw_forgetting = lambda *args: None
+train.draw_heatmaps = lambda *args: None
 words, root = {words!r}, {root!r}
 fsync, replace, writes = os.fsync, os.replace, 0
 def fork(run, stop=0):
@@ -2713,6 +2743,7 @@ def test_a_run_that_is_killed_twenty_times_resumes_to_the_same_bits(voc_run, sma
         assert not list(run.glob("*.tmp")) and (run / "report.md").exists()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_resume_needs_no_other_flag_and_remembers_the_settings(
     voc_run, small, tmp_path, capsys, monkeypatch
 ):
@@ -2754,6 +2785,7 @@ def stop_after_writes(monkeypatch, count, error):
     monkeypatch.setattr(train, "write_whole", write_or_stop)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_resuming_a_kept_stream_with_several_views_gives_the_same_bits(
     small, tmp_path, monkeypatch
 ):
@@ -2767,6 +2799,7 @@ def test_resuming_a_kept_stream_with_several_views_gives_the_same_bits(
 
 
 @pytest.mark.parametrize("writes", [0, 4, 8, 14])
+@pytest.mark.usefixtures("undrawn")
 def test_a_full_disk_is_a_sentence_and_the_run_can_go_on(
     voc_run, small, tmp_path, writes, capsys, monkeypatch
 ):
@@ -2780,6 +2813,7 @@ def test_a_full_disk_is_a_sentence_and_the_run_can_go_on(
     assert numbers(run) == numbers(voc_run)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_nan_loss_is_a_sentence_and_finished_lanes_stay(
     voc_run, small, tmp_path, capsys, monkeypatch
 ):
@@ -2838,6 +2872,7 @@ def run_many(count, words):
 
 
 @pytest.mark.parametrize("dataset, views, readout", [("voc", 1, 1), ("cifar100", 2, None)])
+@pytest.mark.usefixtures("undrawn")
 def test_two_processes_agree_with_one(
     small, tmp_path, dataset, views, readout, capsys, monkeypatch
 ):
@@ -3279,6 +3314,7 @@ def test_bad_inputs_get_one_sentence_and_touch_nothing(
     assert everything(tmp_path) == before
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_what_a_killed_process_left_is_removed_and_not_read(voc_run, cut_run, tmp_path):
     shutil.copytree(cut_run, tmp_path / "run")
     for name in ("state.safetensors", "config.json", "lane-02.safetensors"):
@@ -3591,9 +3627,10 @@ def method_flags(small, name, **more):
 def test_baselines_run_resume_and_score_again(name, small, tmp_path, capsys, monkeypatch):
     words = method_flags(small, name, protocol=None if name == "joint" else "B0-C10")
     assert train.main([*words, "--run", str(tmp_path / "whole")]) == 0
-    stop_after_writes(monkeypatch, 3 if name == "joint" else 10, KeyboardInterrupt())
-    assert train.main([*words, "--run", str(tmp_path / "cut")]) == 130
-    monkeypatch.undo()
+    undraw(monkeypatch)
+    with monkeypatch.context() as patch:
+        stop_after_writes(patch, 3 if name == "joint" else 10, KeyboardInterrupt())
+        assert train.main([*words, "--run", str(tmp_path / "cut")]) == 130
     capsys.readouterr()
     assert train.main(["--resume", "--run", str(tmp_path / "cut")]) == 0
     done = 0 if name == "joint" else 1  # what the first task left in shared state is needed here
@@ -3603,6 +3640,7 @@ def test_baselines_run_resume_and_score_again(name, small, tmp_path, capsys, mon
     assert "the same digits" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_two_processes_agree_with_one_on_shared_prompts(small, tmp_path, monkeypatch):
     words = method_flags(small, "dualprompt", batch=7, lr=0.02)
     assert train.main([*words, "--run", str(tmp_path / "one")]) == 0
@@ -3616,6 +3654,7 @@ def test_two_processes_agree_with_one_on_shared_prompts(small, tmp_path, monkeyp
             assert (p - other[key]).abs().max() < 1e-3
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_fine_tuning_forgets_and_lanes_do_not(small, tmp_path, monkeypatch):
     """On a few hundred scenes: both know the first task equally well, until the next ones come."""
     monkeypatch.setattr(data, "GLYPH_TRAIN", 300)
@@ -3669,6 +3708,7 @@ def test_spread_is_mean_and_deviation_of_what_is_known():
     assert compare.spread([80.04]) == "80.0" and compare.spread([None, math.nan]) == "-"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_comparison_is_one_command_and_is_not_repeated(small, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(data, "GLYPH_TRAIN", 100)
     monkeypatch.setattr(data, "GLYPH_TEST", 60)
