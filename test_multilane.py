@@ -2621,6 +2621,16 @@ def test_glyphs_end_to_end_on_a_few_scenes(small, tmp_path, capsys, monkeypatch)
     assert (train.undo_normalize(view, o, model.backbone) - pixels / 255).abs().max() < 1e-6
 
 
+def test_what_the_readout_sees_has_the_length_that_the_model_says(voc_run, monkeypatch):
+    o, _, model = train.open_run(voc_run, {"where": torch.device("cpu")})
+    test = train.TestImages(train.load_tasks(o)[1][-1].test, model, o)
+    assert train.test_features(model, test).shape == (20, len(model.no_statistics(1).gram))
+    sums = multilane.Statistics(torch.zeros(5, 5), torch.zeros(5, 1))
+    monkeypatch.setattr(MultiLane, "no_statistics", lambda model, classes: sums)
+    monkeypatch.setattr(train, "readout_features", lambda vit, g, cls: cls[:, :5])
+    assert train.test_features(model, test).shape == (20, 5)
+
+
 @pytest.mark.parametrize("views", (0, 1, 2))
 @pytest.mark.usefixtures("undrawn")
 def test_a_readout_is_scored_resumed_and_asked(

@@ -836,7 +836,7 @@ def test_logits(model: MultiLane, test: TestImages, lanes: Sequence[int | None])
 @torch.no_grad()
 def test_features(model: MultiLane, test: TestImages) -> Tensor:
     """What the readout sees of all test images [n,F], for all processes."""
-    phi = torch.zeros(test.count, 3 * model.backbone.embed_dim + 1, device=test.o.where)
+    phi = torch.zeros(test.count, len(model.no_statistics(0).gram), device=test.o.where)
     parts = [phi[:0]]
     with autocast(test.o):
         parts += [readout_features(model.backbone, g[-1], cls) for g, cls in test.batches(model)]
