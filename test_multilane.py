@@ -2360,7 +2360,15 @@ def test_predict_prints_classes_and_writes_overlays(voc_run, small, capsys):
 @pytest.mark.usefixtures("undrawn")
 def test_lanes_can_be_trained_on_kept_streams(small, tmp_path, capsys):
     """One kept view is the un-augmented centre: training on it equals training on that view."""
-    assert train.main([*flags(small, **{"cache-views": 1}), "--run", str(tmp_path / "kept")]) == 0
+    measured, measure = [], train.unkept_seconds
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "unkept_seconds", lambda *a: measured.append(a) or measure(*a))
+        words = [*flags(small, **{"cache-views": 1}), "--run", str(tmp_path / "kept")]
+        assert train.main(words) == 0
+    lines = (tmp_path / "kept" / "metrics.jsonl").read_text().splitlines()
+    times = [json.loads(line)["time"] for line in lines]
+    assert len(measured) == 1  # in the first task, for the second as well
+    assert [t["unkept_epoch"] > 0 for t in times if "unkept_epoch" in t] == [True, True]
     told = capsys.readouterr().out
     assert "the frozen stream of task 1 takes" in told and "without it about 2 x" in told
     with pytest.MonkeyPatch.context() as patch:
@@ -2647,12 +2655,18 @@ def test_a_readout_is_scored_resumed_and_asked(
     assert results["mAP"] != without["mAP"]
     assert results["without_readout"]["mAP"] == without["mAP"]
     assert results["without_readout"]["average_mAP"] == without["average_mAP"]
+    kept, keep = [], train.keep_training
+    monkeypatch.setattr(
+        train, "keep_training", lambda *args: kept.append(args[1].index) or keep(*args)
+    )
     for writes in (5, 12):  # after the last epoch of the first and of the second task
         run = tmp_path / f"stopped {writes}"
         with monkeypatch.context() as patch:
             stop_after_writes(patch, writes, KeyboardInterrupt())
             assert train.main([*words, "--run", str(run)]) == 130
+        kept.clear()
         assert train.main(["--resume", "--run", str(run)]) == 0
+        assert kept == ([1] if writes == 5 and views else [])  # not for the readout alone
         assert numbers(run) == numbers(tmp_path / "a")
     capsys.readouterr()
     assert train.main(["--eval", str(tmp_path / "a")]) == 0
