@@ -2717,8 +2717,6 @@ KILLER = """
 import json, os, random, signal, sys, time
 sys.path.insert(0, {here!r})
 import train
-train.draw_scores = train.draw_classes = train.draw_forgetting = lambda *args: None
-train.draw_heatmaps = lambda *args: None
 words, root = {words!r}, {root!r}
 fsync, replace, writes = os.fsync, os.replace, 0
 def fork(run, stop=0):
