@@ -296,7 +296,8 @@ def test_summaries_are_averages():
 
 @pytest.mark.parametrize("images", [1, 4, 7])
 @pytest.mark.parametrize("kept", [torch.float64, torch.float16])
-def test_summaries_of_a_few_images_at_a_time(images, kept):
+def test_summaries_of_a_few_images_at_a_time(images, kept, monkeypatch):
+    monkeypatch.setattr(multilane.Summarize, "at_once", 100)  # two images of 5 tokens, width 8
     generator = torch.Generator().manual_seed(images)
     s = torch.randn(3, 8, generator=generator, dtype=torch.float64, requires_grad=True)
     g = torch.randn(images, 5, 8, generator=generator).to(kept)
