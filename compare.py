@@ -2,11 +2,13 @@
 
     python compare.py                                  glyphs, three seeds
     python compare.py --dataset voc --seeds 0 -- --data-dir photos --backbone NAME ...
+    python compare.py --finished                       tables of the runs that are there, no more
 
-Flags after `--` go to every run of train.py, those of --with to one row's. Each run has its folder under --out and is not
-repeated once it is finished, so a stopped comparison goes on with the same command. A seed stands
-for an order of the classes too, as in the paper's ablations. What comes out, next to the runs:
-comparison.md (the tables), comparison.json (the numbers) and the plots that the paper has too.
+Flags after `--` go to every run of train.py, those of --with to one row's. Each run has its folder
+under --out and is not repeated once it is finished, so a stopped comparison goes on with the same
+command. A seed stands for an order of the classes too, as in the paper's ablations. What comes out,
+next to the runs: comparison.md (the tables), comparison.json (the numbers) and the plots that the
+paper has too.
 """
 
 import json
@@ -69,15 +71,12 @@ def slug(name: str) -> str:
     return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
 
 
-def run(out: Path, name: str, flags: Sequence[str], seed: int, common: Sequence[str]) -> Path:
-    """Train with these flags, unless that is done already; returns the run's folder."""
-    folder = out / f"{slug(name)}-seed{seed}"
-    if not (folder / "report.md").exists():
-        words = [*common, *flags, "--seed", str(seed), "--order-seed", str(seed)]
-        print(f"== {name}, seed {seed}: {shlex.join(['python', 'train.py', *words])}", flush=True)
-        if code := train.main([*words, "--resume", "--run", str(folder)]):
-            sys.exit(code)  # train.py has said why
-    return folder
+def run(folder: Path, name: str, flags: Sequence[str], seed: int) -> None:
+    """Train with these flags."""
+    words = [*flags, "--seed", str(seed), "--order-seed", str(seed)]
+    print(f"== {name}, seed {seed}: {shlex.join(['python', 'train.py', *words])}", flush=True)
+    if code := train.main([*words, "--resume", "--run", str(folder)]):
+        sys.exit(code)  # train.py has said why
 
 
 def spread(values: Sequence[float | None], digits: int = 1) -> str:
@@ -98,6 +97,7 @@ def row(name: str, results: Sequence[dict], paper: dict) -> list[str]:
     lost = [train.mean(map(train.number, r["forgetting"])) for r in results]
     return [
         name,
+        len(results),
         *(spread([r[key] for r in results]) for key in ("average_mAP", "mAP")),
         *(spread([r[key] for r in results]) for key in ("CF1@0.8", "OF1@0.8")),
         spread(lost),
@@ -108,7 +108,17 @@ def row(name: str, results: Sequence[dict], paper: dict) -> list[str]:
 
 
 def comparison_table(found: dict[str, list[dict]]) -> str:
-    head = ["method", "Avg. mAP", "mAP", "CF1", "OF1", "forgetting", "parameters", "seconds"]
+    head = [
+        "method",
+        "seeds",
+        "Avg. mAP",
+        "mAP",
+        "CF1",
+        "OF1",
+        "forgetting",
+        "parameters",
+        "seconds",
+    ]
     head += [f"the paper's {column}" for column in PAPER]
     return train.table(head, [row(name, results, PAPER) for name, results in found.items()])
 
@@ -204,6 +214,8 @@ def make_parser() -> train.Parser:
         "--with", nargs=2, action="append", default=[], metavar=("ROW", "FLAGS"), dest="extra",
         help="more flags for one row, as in --with CODA-P '--epochs 3 --lr 0.01'",
     )  # fmt: skip
+    text = "make the tables of the runs that are finished, and train none"
+    parser.add_argument("--finished", action="store_true", help=text)
     parser.add_argument("--out", type=Path, help="default: runs/compare-<data set>")
     parser.add_argument(
         "--parts", nargs="+", default=["methods", "ablations", "selectors"],
@@ -225,15 +237,20 @@ def command(words: Sequence[str]) -> None:
         except ValueError as error:
             raise train.UsageError(f"--with {name!r} {more!r}: {error}") from None
     out = o.out or Path("runs") / f"compare-{o.dataset}"
-    common, told = (
-        ["--dataset", o.dataset, *common],
-        shlex.join(["python", "compare.py", *words]),
-    )
+    told = shlex.join(["python", "compare.py", *words, *(["--", *common] if common else [])])
 
-    def folders(name: str) -> list[Path]:
-        return [run(out, name, flags[name], seed, common) for seed in o.seeds]
+    def folders(name: str) -> dict[int, Path]:
+        found = {seed: out / f"{slug(name)}-seed{seed}" for seed in o.seeds}
+        if o.finished:
+            return {seed: folder for seed, folder in found.items() if is_finished(folder)}
+        for seed, folder in found.items():
+            if not is_finished(folder):
+                run(folder, name, ["--dataset", o.dataset, *common, *flags[name]], seed)
+        return found
 
-    compare(out, o.parts, folders, told, common)
+    if o.finished and not folders("MULTI-LANE"):
+        raise train.UsageError(f"--finished: {out} has no finished run of MULTI-LANE")
+    compare(out, o.parts, folders, told)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -253,27 +270,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def compare(
-    out: Path,
-    parts: Sequence[str],
-    folders: Callable[[str], list[Path]],
-    command: str,
-    common: Sequence[str],
-) -> None:
-    """Run what is not there yet, then write the tables and the plots.
+def is_finished(folder: Path) -> bool:
+    return (folder / "report.md").exists()
 
-    folders(name): the finished runs of a row, one for each seed.
-    """
-    names = dict.fromkeys(["MULTI-LANE", *(ABLATIONS if "ablations" in parts else [])])
-    names |= dict.fromkeys(METHODS if "methods" in parts else [])
-    found = {name: [train.read_results(folder) for folder in folders(name)] for name in names}
+
+Folders = Callable[[str], dict[int, Path]]  # of a row's name: its finished runs, by their seeds
+
+
+def compare(out: Path, parts: Sequence[str], folders: Folders, command: str) -> None:
+    """Write the tables and the plots; asking for `folders` trains what is not there yet."""
+    names = dict.fromkeys(["MULTI-LANE", *(METHODS if "methods" in parts else [])])
+    names |= dict.fromkeys(ABLATIONS if "ablations" in parts else [])
+    found = {name: [train.read_results(f) for f in folders(name).values()] for name in names}
+    found = {name: results for name, results in found.items() if results}
     numbers, text = {"rows": found}, [comparison_table(found)]
     if "ablations" in parts:
-        chosen = {name: found[name] for name in ("MULTI-LANE", *ABLATIONS)}
+        chosen = {name: found[name] for name in ("MULTI-LANE", *ABLATIONS) if name in found}
         draw_ablations(chosen, out / "ablations.png")
         text.append("![final mAP with and without each idea](ablations.png)")
-    if "methods" in parts:
-        bins = compare_frequency(folders("MULTI-LANE"), folders("CODA-P"))
+    ours, theirs = folders("MULTI-LANE"), folders("CODA-P") if "methods" in parts else {}
+    if both := [(ours[seed], theirs[seed]) for seed in ours.keys() & theirs.keys()]:
+        bins = compare_frequency(both)
         draw_frequency(bins, out / "frequency.png")
         numbers["frequency"] = bins
         text.append("![F1 by class frequency, MULTI-LANE minus CODA-P](frequency.png)")
@@ -282,14 +299,14 @@ def compare(
         draw_selectors(curves, out / "selectors.png")
         numbers["selectors"] = curves
         text.append("![final mAP over the number of summaries](selectors.png)")
-    config = train.read_config(folders("MULTI-LANE")[0])
+    config = train.read_config(next(iter(ours.values())))
     made = ", ".join(
         f"{key} {value}" for key, value in {**config["versions"], **config["machine"]}.items()
     )
-    text.append(f"`{shlex.join([command, '--', *common[2:]]) if common[2:] else command}`")
+    text.append(f"`{command}`")
     text.append(
-        f"Mean ± standard deviation of {len(folders('MULTI-LANE'))} seeds, each with its own order "
-        f"of the classes. Revision {config['revision']}; {made}."
+        "Mean ± standard deviation over the seeds, each with its own order of the classes. "
+        f"Revision {config['revision']}; {made}."
     )
     text += [f"Note: {note}." for note in config["notes"]]
     data.write_whole(out / "comparison.json", json.dumps(numbers, indent=1).encode())
@@ -297,13 +314,13 @@ def compare(
     print(f"{text[0]}\n\nsee {out / 'comparison.md'}")
 
 
-def compare_frequency(ours: Sequence[Path], theirs: Sequence[Path]) -> list:
+def compare_frequency(pairs: Sequence[tuple[Path, Path]]) -> list:
     """The gain in F1 of some runs over others, in bins of class frequency: `frequency_bins`.
 
     The paper has 10 bins for 80 classes; here a bin has at least 4 classes.
     """
     gains, counts = [], []
-    for own, other in zip(ours, theirs, strict=True):
+    for own, other in pairs:
         (f1, count), (other_f1, _) = run_f1(own), run_f1(other)
         gains.append(f1 - other_f1)
         counts.append(count)
@@ -311,19 +328,21 @@ def compare_frequency(ours: Sequence[Path], theirs: Sequence[Path]) -> list:
     return frequency_bins(torch.cat(gains), torch.cat(counts), bins)
 
 
-def compare_selectors(folders: Callable[[str], list[Path]]) -> dict:
+def compare_selectors(folders: Folders) -> dict[str, dict[int, list[float]]]:
     """Final mAP over the number of selectors, and of the tokens that Token Merging leaves."""
-    chosen = train.read_config(folders("MULTI-LANE")[0])["settings"]["selectors"]
+    first = next(iter(folders("MULTI-LANE").values()))
+    chosen = train.read_config(first)["settings"]["selectors"]
     same = {f"{chosen} selectors": "MULTI-LANE", "Token Merging to 30": "Token Merging"}
-    curves: dict[str, dict[int, list[float]]] = {}
+    curves = {}
     for line, counts, name in (
         ("selectors", SELECTORS, "{} selectors"),
         ("Token Merging", MERGED, "Token Merging to {}"),
     ):
-        rows = {count: name.format(count) for count in counts}
+        rows = {count: folders(same.get(row := name.format(count), row)) for count in counts}
         curves[line] = {
-            count: [train.read_results(folder)["mAP"] for folder in folders(same.get(row, row))]
-            for count, row in rows.items()
+            count: [train.read_results(folder)["mAP"] for folder in found.values()]
+            for count, found in rows.items()
+            if found
         }
     return curves
 

@@ -1111,6 +1111,9 @@ def build_glyph_vit(weights: Path | None = GLYPH_WEIGHTS) -> nn.Module:
     return vit.eval()
 
 
+PRETRAINED_TEST = 5120  # new scenes on which a round of pre-training is scored
+
+
 def pretrain_glyph_vit(
     path: Path = GLYPH_WEIGHTS, rounds: Sequence[int] = (600_000, 450_000), seed: int = 0
 ) -> float:
@@ -1179,7 +1182,7 @@ def pretraining_round(path: Path, start: Path | None, images: int, seed: int) ->
             bar.set_postfix_str(f"[CLS] {loss_cls:.3f} patch {loss_patch:.3f}")
     vit.eval()
     with torch.no_grad():
-        rounds = [scenes() for _ in range(40)]
+        rounds = [scenes() for _ in range(PRETRAINED_TEST // batch)]
         scores = torch.cat([forward(pixels)[0] for pixels, _, _ in rounds])
     truth = torch.cat([present for _, present, _ in rounds]).bool()
     write_whole(path, save({name: p.half().contiguous() for name, p in vit.state_dict().items()}))

@@ -292,14 +292,26 @@ class LaneStack(NamedTuple):
     path: Tensor | None  # [L,T,S,D] selectors entering each block, normed; None with Token Merging
     prompts: Tensor  # [prompt_blocks,2,T,H,P,d]
 
-    def at(self, index: int, g: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What the lanes bring to a block: scores z [B,T,S,N], and prompts [2,T,H,P,d] or None."""
-        prompts = self.prompts[index] if index < len(self.prompts) else None
+    def block_prompts(self, index: int) -> Tensor | None:
+        """The prompts of one block [2,T,H,P,d], or None."""
+        return self.prompts[index] if index < len(self.prompts) else None
+
+    def scores(self, index: int, g: Tensor) -> Tensor:
+        """z [B,T,S,N], whose softmax over the tokens is alpha."""
         if self.path is not None:
-            return look(self.path[index], g), prompts
+            return look(self.path[index], g)
         # Token Merging: scores whose softmax is the averaging matrix, for every lane the same
         z = merge_tokens(g, self.config.merged_tokens).clamp_min(1e-30).log().to(g.dtype)
-        return z.unsqueeze(1).expand(-1, self.prompts.shape[2], -1, -1), prompts
+        return z.unsqueeze(1).expand(-1, self.prompts.shape[2], -1, -1)
+
+    def summaries(self, index: int, g: Tensor) -> Tensor:
+        """gbar [B,T,S,D] of one block, with gradients into the selectors."""
+        if self.path is None:
+            g = g.to(self.prompts.dtype)
+            gbar = merge_tokens(g, self.config.merged_tokens).to(g.dtype) @ g  # [B,M,D]
+            return gbar.unsqueeze(1).expand(-1, self.prompts.shape[2], -1, -1)
+        s = self.path[index]  # [T,S,D]
+        return Summarize.apply(s.flatten(0, 1), g).unflatten(1, s.shape[:2])
 
 
 def stack_lanes(vit: nn.Module, lanes: Sequence["Lane"]) -> LaneStack:
@@ -316,6 +328,40 @@ def stack_lanes(vit: nn.Module, lanes: Sequence["Lane"]) -> LaneStack:
             s = s + block.ls1(path[-1])
             s = s + block.ls2(block.mlp(block.norm2(s)))
     return LaneStack(config, torch.stack(path), prompts)
+
+
+class Summarize(torch.autograd.Function):
+    """Equation 3 for training: s [M,D], g [B,N,D] of any dtype -> gbar [B,M,D], gradient for s only.
+
+    As `summarize` does, but a few images at a time on a CPU, where g is then read from memory once
+    in each direction and not once for every product; a kept g is converted on the way.
+    """
+
+    @staticmethod
+    def parts(g: Tensor, *others: Tensor):
+        size = 4 if g.device.type == "cpu" else max(1, len(g))  # 2.4 MB of a ViT-B/16
+        return zip(*(t.split(size) for t in (g, *others)), strict=True)
+
+    @staticmethod
+    def forward(ctx, s: Tensor, g: Tensor) -> Tensor:
+        scaled, alphas, gbar = s * s.shape[-1] ** -0.5, [], []
+        for (part,) in Summarize.parts(g):
+            part = part.to(s.dtype)
+            alphas.append((scaled @ part.mT).softmax(-1))  # [b,M,N]
+            gbar.append(alphas[-1] @ part)
+        ctx.save_for_backward(g, torch.cat(alphas))
+        return torch.cat(gbar)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        g, alphas = ctx.saved_tensors
+        grad_s = grad.new_zeros(grad.shape[1:])
+        for part, alpha, d_gbar in Summarize.parts(g, alphas.to(grad.dtype), grad):
+            part = part.to(grad.dtype)
+            d_alpha = d_gbar @ part.mT  # [b,M,N]
+            d_z = alpha * (d_alpha - (alpha * d_alpha).sum(-1, keepdim=True))
+            grad_s += (d_z @ part).sum(0)
+        return grad_s * grad.shape[-1] ** -0.5, None
 
 
 def look(s: Tensor, g: Tensor) -> Tensor:
@@ -337,25 +383,26 @@ def mix(z: Tensor, r: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
     return summaries @ alpha, w
 
 
-def lane_attention(attn, cls, z: Tensor, prompts, g=None, frozen=None, mix=mix) -> Tensor:
+def lane_attention(attn, cls, prompts, gbar=None, frozen=None, mix=mix) -> Tensor:
     """The attention output of the lanes' [CLS] tokens [B,T,H*d].
 
-    cls: their query, key, value [B,T,H,d]; z [B,T,S,N]; prompts [2,T,H,P,d] or None. Of the image,
-    either frozen, its keys and values [B,N,H,d] (identity ii), or g [B,N,D] alone (identity vi).
+    cls: their query, key, value [B,T,H,d]; prompts [2,T,H,P,d] or None. Of the image, either
+    frozen, that is scores z [B,T,S,N], keys and values [B,N,H,d] (identity ii), or its summaries
+    gbar [B,T,S,D], which g alone gives (identity vi).
     """
-    (q, k, v), (T, H, d) = cls, cls[0].shape[1:]
+    (q, k, v), (H, d) = cls, cls[0].shape[2:]
     q = q * d**-0.5
     e = (q * k).sum(-1, keepdim=True)  # [B,T,H,1]
     if prompts is not None:
         e = torch.cat([torch.einsum("bthd,thpd->bthp", q, prompts[0]), e], -1)  # [B,T,H,P+1]
     if frozen is not None:
-        r = torch.einsum("bthd,bnhd->bthn", q, frozen[0])  # [B,T,H,N]
+        z, frozen_k, frozen_v = frozen
+        r = torch.einsum("bthd,bnhd->bthn", q, frozen_k)  # [B,T,H,N]
         a, w = mix(z, r, e)  # [B,T,H,N], [B,T,H,P+1]
-        out = torch.einsum("bthn,bnhd->bthd", a, frozen[1])  # [B,T,H,d]
+        out = torch.einsum("bthn,bnhd->bthd", a, frozen_v)  # [B,T,H,d]
     else:
         _, weight_k, weight_v = attn.qkv.weight.view(3, H, d, -1)  # [H,d,D]
         bias = q.new_zeros(3, H, d) if attn.qkv.bias is None else attn.qkv.bias.view(3, H, d)
-        gbar = (z.softmax(-1).flatten(1, 2) @ g).unflatten(1, (T, -1))  # [B,T,S,D]
         r = torch.einsum("bthd,hdD->bthD", q, weight_k) @ gbar.mT  # [B,T,H,S]
         scores = torch.cat([e, r + (q * bias[1]).sum(-1, keepdim=True)], -1)  # [B,T,H,P+1+S]
         w, a = scores.softmax(-1).split([e.shape[-1], gbar.shape[2]], -1)
@@ -376,7 +423,8 @@ def parallel_lanes(vit: nn.Module, stack: LaneStack, stream: Sequence[Tensor]) -
     c = first_cls(vit).expand(len(stream[0]), stack.prompts.shape[2], -1)  # [B,T,D]
     for index, (block, g) in enumerate(zip(vit.blocks, stream, strict=True)):
         cls = project(block.attn, block.norm1(c))
-        c = finish(block, c, lane_attention(block.attn, cls, *stack.at(index, g), g))
+        gbar, prompts = stack.summaries(index, g), stack.block_prompts(index)
+        c = finish(block, c, lane_attention(block.attn, cls, prompts, gbar))
     return c
 
 
@@ -420,8 +468,8 @@ def riding_attention(attn, n: Tensor, size, stack: LaneStack, index: int, last, 
     else:
         q, k, v = map(cut, project(attn, n))
     frozen = frozen_attention(q[0], k[0], v[0])  # [B,N,H*d], or [B,1,H*d]
-    z, prompts = stack.at(index, g)
-    lanes = lane_attention(attn, (q[1], k[1], v[1]), z, prompts, frozen=(k[0], v[0]), mix=mix)
+    seen, prompts = (stack.scores(index, g), k[0], v[0]), stack.block_prompts(index)
+    lanes = lane_attention(attn, (q[1], k[1], v[1]), prompts, frozen=seen, mix=mix)
     return torch.cat([frozen.flatten(0, 1), lanes.flatten(0, 1)])
 
 
@@ -868,14 +916,13 @@ class MultiLane(nn.Module):
                 "comes with cls where keys choose the lane or a readout reads it; both are made by "
                 "`stream`."
             )
-        stream = [block.to(token.dtype) for block in g]
         if not lanes or impl == "reference" or not self.config.drop_replace:
-            c = self._one_by_one(lanes, stream)
+            c = self._one_by_one(lanes, [block.to(token.dtype) for block in g])
         else:
-            c = parallel_lanes(self.backbone, self._stack(lanes), stream)
+            c = parallel_lanes(self.backbone, self._stack(lanes), g)
         logits = self._heads(c, cls, lanes, choose=lane is None)
         if lane is None and self.config.readout:
-            phi = readout_features(self.backbone, stream[-1], cls.to(stream[-1]))
+            phi = readout_features(self.backbone, *(t.to(token.dtype) for t in (g[-1], cls)))
             logits = logits + self.read_out(phi).to(logits)
         return logits
 

@@ -294,6 +294,19 @@ def test_summaries_are_averages():
         assert ((alpha > 0).sum(1) == 1).all()  # every frozen token is in exactly one
 
 
+@pytest.mark.parametrize("images", [1, 4, 7])
+@pytest.mark.parametrize("kept", [torch.float64, torch.float16])
+def test_summaries_of_a_few_images_at_a_time(images, kept):
+    generator = torch.Generator().manual_seed(images)
+    s = torch.randn(3, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+    g = torch.randn(images, 5, 8, generator=generator).to(kept)
+    weights = torch.randn(images, 3, 8, generator=generator, dtype=torch.float64)
+    ours, wanted = multilane.Summarize.apply(s, g), multilane.summarize(s, g.double())
+    assert_close(ours, wanted)
+    (grad,) = torch.autograd.grad((ours * weights).sum(), s)
+    assert_close(grad, torch.autograd.grad((wanted * weights).sum(), s)[0])
+
+
 def test_token_merging_joins_what_is_alike():
     base = torch.eye(4).repeat_interleave(2, 0)[None]  # tokens 0,1 alike, 2,3 alike, ...
     alpha = multilane.merge_tokens(base, 4)
@@ -1191,7 +1204,8 @@ def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
 
 
 def test_compile_without_a_graph_break():
-    model, images = small_model(), pictures()
+    # Two blocks, the second without prompts: what is compiled is as long as there are blocks.
+    model, images = small_model(vit=small_vit(depth=2), prompt_blocks=1), pictures()
     compiled = torch.compile(model, fullgraph=True, backend="inductor")
     with torch.no_grad():
         assert_close(compiled(images), model(images))
@@ -2069,7 +2083,8 @@ def test_no_pretraining_symbol_is_a_benchmark_class():
     assert not any(word in name for name in names for word in forbidden)
 
 
-def test_pretraining_runs_from_nothing(tmp_path):
+def test_pretraining_runs_from_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "PRETRAINED_TEST", 512)
     score = data.pretrain_glyph_vit(tmp_path / "vit.safetensors", rounds=(128, 128))
     assert 0 < score < 50
     vit = data.build_glyph_vit(tmp_path / "vit.safetensors")
@@ -2252,6 +2267,20 @@ def sentence(capsys):
     return text
 
 
+def undraw(monkeypatch):
+    """Runs draw no plots, which is most of what a small one costs."""
+    for name in ("scores", "classes", "forgetting", "heatmaps"):
+        monkeypatch.setattr(train, f"draw_{name}", lambda *args: None)
+
+
+@pytest.fixture
+def undrawn():
+    """For tests of what a run computes; others look at the plots."""
+    with pytest.MonkeyPatch.context() as patch:
+        undraw(patch)
+        yield
+
+
 @pytest.fixture(scope="module")
 def voc_run(small):
     """An uninterrupted run, against which others are compared."""
@@ -2285,6 +2314,7 @@ def test_a_run_leaves_everything(voc_run, small):
     assert f"| 2 | 20 | 20 | {results['mAP']:.2f} |" in report
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_same_seed_gives_the_same_bits_with_any_number_of_workers(voc_run, small, tmp_path):
     assert train.main([*flags(small, workers=2), "--run", str(tmp_path / "a")]) == 0
     assert numbers(tmp_path / "a") == numbers(voc_run)
@@ -2342,9 +2372,18 @@ def test_predict_prints_classes_and_writes_overlays(voc_run, small, capsys):
     assert told.splitlines()[1].split() == [f"{kept.max():.3f}", "*", highest]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_lanes_can_be_trained_on_kept_streams(small, tmp_path, capsys):
     """One kept view is the un-augmented centre: training on it equals training on that view."""
-    assert train.main([*flags(small, **{"cache-views": 1}), "--run", str(tmp_path / "kept")]) == 0
+    measured, measure = [], train.unkept_seconds
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "unkept_seconds", lambda *a: measured.append(a) or measure(*a))
+        words = [*flags(small, **{"cache-views": 1}), "--run", str(tmp_path / "kept")]
+        assert train.main(words) == 0
+    lines = (tmp_path / "kept" / "metrics.jsonl").read_text().splitlines()
+    times = [json.loads(line)["time"] for line in lines]
+    assert len(measured) == 1  # in the first task, for the second as well
+    assert [t["unkept_epoch"] > 0 for t in times if "unkept_epoch" in t] == [True, True]
     told = capsys.readouterr().out
     assert "the frozen stream of task 1 takes" in told and "without it about 2 x" in told
     with pytest.MonkeyPatch.context() as patch:
@@ -2360,6 +2399,7 @@ def test_lanes_can_be_trained_on_kept_streams(small, tmp_path, capsys):
     assert any((p - three[name]).abs().max() > 2e-2 for name, p in kept.items())
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_kept_stream_of_the_test_images_changes_no_bit(small, tmp_path, capsys, monkeypatch):
     runs, passes, stream = [], [], MultiLane.stream
 
@@ -2421,6 +2461,7 @@ def test_own_images_end_to_end(small, tmp_path, capsys, monkeypatch):
     assert "train.csv, line 14, names photos/gone.png" in sentence(capsys)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_task_is_added_to_a_finished_run(small, tmp_path, capsys):
     """New classes next month: the old lanes stay as they are, to the bit; only one is trained."""
     make_own(tmp_path, 12, 8)
@@ -2446,6 +2487,7 @@ def test_a_task_is_added_to_a_finished_run(small, tmp_path, capsys):
     assert "the same digits" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_from_other_lanes_resumes_to_the_same_bits(small, tmp_path, monkeypatch):
     make_own(tmp_path, 12, 8)
     (tmp_path / "classes.txt").write_text("ant\nbee\ncat\ndog\n")
@@ -2472,6 +2514,7 @@ def test_a_run_from_other_lanes_resumes_to_the_same_bits(small, tmp_path, monkey
         ({"run": None, "epochs": None, "dry-run": True}, "--start-from does nothing with --dry"),
     ),
 )
+@pytest.mark.usefixtures("undrawn")
 def test_lanes_that_cannot_be_started_from(small, tmp_path, capsys, more, reason):
     first = small / "own first"
     if not first.exists():
@@ -2483,6 +2526,7 @@ def test_lanes_that_cannot_be_started_from(small, tmp_path, capsys, more, reason
     assert reason in sentence(capsys) and not (tmp_path / "run").exists()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_check_data_opens_every_image_before_training(small, tmp_path, capsys):
     root, run = make_voc(tmp_path, 20, 20), tmp_path / "run"
     words = [*flags(small, epochs=1, **{"data-dir": tmp_path}), "--check-data", "--run", str(run)]
@@ -2535,10 +2579,11 @@ def test_ablations_run_and_score_again(small, tmp_path, ablation, capsys):
     ) in report
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_one_pathway_trains_the_keys_with_and_without_kept_streams(small, tmp_path):
     for views in (0, 1):
         run = tmp_path / str(views)
-        more = {"ablate": "pathways", "epochs": 30, "cache-views": views}
+        more = {"ablate": "pathways", "epochs": 20, "cache-views": views, "protocol": "B0-C20"}
         assert train.main([*flags(small, **more), "--run", str(run)]) == 0
         _, _, model = train.open_run(run, {"where": torch.device("cpu")})
         images = torch.rand(4, 3, 64, 64)
@@ -2546,6 +2591,7 @@ def test_one_pathway_trains_the_keys_with_and_without_kept_streams(small, tmp_pa
         assert model.key_loss(cls, 0) < -0.3  # keys start at random: a cosine near 0
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_fresh_start_bf16_and_other_settings_reach_the_training(voc_run, small, tmp_path):
     before = numbers(voc_run)
     for number, more in enumerate(
@@ -2559,6 +2605,7 @@ def test_fresh_start_bf16_and_other_settings_reach_the_training(voc_run, small, 
         assert (after["lane-01.safetensors"] == before["lane-01.safetensors"]) == cold
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_compiled_training_agrees(small, tmp_path, monkeypatch):
     compiled = []
 
@@ -2597,24 +2644,44 @@ def test_glyphs_end_to_end_on_a_few_scenes(small, tmp_path, capsys, monkeypatch)
     assert (train.undo_normalize(view, o, model.backbone) - pixels / 255).abs().max() < 1e-6
 
 
+def test_what_the_readout_sees_has_the_length_that_the_model_says(voc_run, monkeypatch):
+    o, _, model = train.open_run(voc_run, {"where": torch.device("cpu")})
+    test = train.TestImages(train.load_tasks(o)[1][-1].test, model, o)
+    assert train.test_features(model, test).shape == (20, len(model.no_statistics(1).gram))
+    sums = multilane.Statistics(torch.zeros(5, 5), torch.zeros(5, 1))
+    monkeypatch.setattr(MultiLane, "no_statistics", lambda model, classes: sums)
+    monkeypatch.setattr(train, "readout_features", lambda vit, g, cls: cls[:, :5])
+    assert train.test_features(model, test).shape == (20, 5)
+
+
 @pytest.mark.parametrize("views", (0, 1, 2))
-def test_a_readout_is_scored_resumed_and_asked(small, tmp_path, capsys, monkeypatch, views):
+@pytest.mark.usefixtures("undrawn")
+def test_a_readout_is_scored_resumed_and_asked(
+    voc_run, small, tmp_path, capsys, monkeypatch, views
+):
     words = flags(small, readout=True, **{"cache-views": views})
     assert train.main([*words, "--run", str(tmp_path / "a")]) == 0
     assert "without the readout: mAP" in capsys.readouterr().out
     results = numbers(tmp_path / "a")["results"]
-    plain = flags(small, **{"cache-views": views})
-    assert train.main([*plain, "--run", str(tmp_path / "plain")]) == 0
-    without = numbers(tmp_path / "plain")["results"]  # the lanes are those of a run without
+    plain = tmp_path / "plain" if views else voc_run
+    if views:
+        assert train.main([*flags(small, **{"cache-views": views}), "--run", str(plain)]) == 0
+    without = numbers(plain)["results"]  # the lanes are those of a run without
     assert results["mAP"] != without["mAP"]
     assert results["without_readout"]["mAP"] == without["mAP"]
     assert results["without_readout"]["average_mAP"] == without["average_mAP"]
-    for writes in (5, 12):  # in the first and in the second task
+    kept, keep = [], train.keep_training
+    monkeypatch.setattr(
+        train, "keep_training", lambda *args: kept.append(args[1].index) or keep(*args)
+    )
+    for writes in (5, 12):  # after the last epoch of the first and of the second task
         run = tmp_path / f"stopped {writes}"
         with monkeypatch.context() as patch:
             stop_after_writes(patch, writes, KeyboardInterrupt())
             assert train.main([*words, "--run", str(run)]) == 130
+        kept.clear()
         assert train.main(["--resume", "--run", str(run)]) == 0
+        assert kept == ([1] if writes == 5 and views else [])  # not for the readout alone
         assert numbers(run) == numbers(tmp_path / "a")
     capsys.readouterr()
     assert train.main(["--eval", str(tmp_path / "a")]) == 0
@@ -2650,6 +2717,8 @@ KILLER = """
 import json, os, random, signal, sys, time
 sys.path.insert(0, {here!r})
 import train
+train.draw_scores = train.draw_classes = train.draw_forgetting = lambda *args: None
+train.draw_heatmaps = lambda *args: None
 words, root = {words!r}, {root!r}
 fsync, replace, writes = os.fsync, os.replace, 0
 def fork(run, stop=0):
@@ -2713,6 +2782,7 @@ def test_a_run_that_is_killed_twenty_times_resumes_to_the_same_bits(voc_run, sma
         assert not list(run.glob("*.tmp")) and (run / "report.md").exists()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_resume_needs_no_other_flag_and_remembers_the_settings(
     voc_run, small, tmp_path, capsys, monkeypatch
 ):
@@ -2754,6 +2824,7 @@ def stop_after_writes(monkeypatch, count, error):
     monkeypatch.setattr(train, "write_whole", write_or_stop)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_resuming_a_kept_stream_with_several_views_gives_the_same_bits(
     small, tmp_path, monkeypatch
 ):
@@ -2767,6 +2838,7 @@ def test_resuming_a_kept_stream_with_several_views_gives_the_same_bits(
 
 
 @pytest.mark.parametrize("writes", [0, 4, 8, 14])
+@pytest.mark.usefixtures("undrawn")
 def test_a_full_disk_is_a_sentence_and_the_run_can_go_on(
     voc_run, small, tmp_path, writes, capsys, monkeypatch
 ):
@@ -2780,6 +2852,7 @@ def test_a_full_disk_is_a_sentence_and_the_run_can_go_on(
     assert numbers(run) == numbers(voc_run)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_nan_loss_is_a_sentence_and_finished_lanes_stay(
     voc_run, small, tmp_path, capsys, monkeypatch
 ):
@@ -2838,6 +2911,7 @@ def run_many(count, words):
 
 
 @pytest.mark.parametrize("dataset, views, readout", [("voc", 1, 1), ("cifar100", 2, None)])
+@pytest.mark.usefixtures("undrawn")
 def test_two_processes_agree_with_one(
     small, tmp_path, dataset, views, readout, capsys, monkeypatch
 ):
@@ -2963,6 +3037,12 @@ def halve(name):
     return lambda: Path(name).write_bytes(Path(name).read_bytes()[: Path(name).stat().st_size // 2])
 
 
+def cut_in(name, text):
+    """A fault: the file ends before the last sign of text. Half of a file may end anywhere: how
+    long it is depends on the folder of the tests, on how they were started, and on the clock."""
+    return lambda: Path(name).write_text(Path(name).read_text().split(text)[0] + text[:-1])
+
+
 def lose(name):
     return lambda: Path(name).unlink()
 
@@ -3040,11 +3120,13 @@ BAD_INPUTS = [
     ("train.py --frobnicate", 2, "--frobnicate"),
     ("train.py --ablate everything", 2, "invalid choice"),
     ("train.py --device warp", 2, "--device warp cannot be used"),
+    ("train.py --device meta", 2, "--device meta cannot be used"),
     ("train.py --prompt-blocks 6", 2, "only 5 blocks"),
     ("train.py --cache-dir . --cache-views 0", 2, "--cache-dir does nothing without --cache"),
     ("train.py --cache-dir file", 2, "--cache-dir file: there is no such folder"),
     ("train.py --crop-scale 0.2", 2, "--crop-scale does nothing with --cache-views 1"),
     ("train.py --ablate selectors --selectors 3", 2, "--selectors does nothing"),
+    ("train.py --readout --ablate pathways", 2, "--readout with --ablate pathways: the readout is"),
     ("train.py --merged-tokens 3", 2, "--merged-tokens does nothing without --ablate selectors"),
     ("train.py --prompts 0 --prompt-blocks 2", 2, "--prompt-blocks does nothing with --prompts 0"),
     ("train.py --prompt-blocks 0 --prompts 3", 2, "--prompts does nothing"),
@@ -3104,7 +3186,8 @@ BAD_INPUTS = [
     ("train.py VOC --start-from file --run x", 2, "--start-from file is no run's folder"),
     # config.json: spoiled, or of another version.
     ("train.py --eval run", 1, "config.json is spoiled (Expecting value", put("run/config.json")),
-    ("train.py --eval run", 1, "config.json is spoiled (Unterminated", halve("run/config.json")),
+    ("train.py --eval run", 1, "config.json is spoiled (Unterminated",
+     cut_in("run/config.json", '"settings"')),
     ("train.py --eval run", 1, "config.json is spoiled ('utf-8'",
      put("run/config.json", b"\xff\xfe{}")),
     ("train.py --eval run", 1, "config.json is spoiled (list", put("run/config.json", b"[1, 2]")),
@@ -3162,7 +3245,8 @@ BAD_INPUTS = [
     ("train.py --eval run", 1, "lane-01.safetensors is spoiled (it is for diningtable",
      swap("run/lane-01.safetensors", "run/lane-02.safetensors")),
     ("train.py --eval run", 2, "run is not finished", lose("run/results.json")),
-    ("train.py --eval run", 1, "results.json is spoiled (Expecting", halve("run/results.json")),
+    ("train.py --eval run", 1, "results.json is spoiled (Expecting",
+     cut_in("run/results.json", '"after_task":')),
     ("train.py --eval run", 1, "results.json is spoiled (it lacks", put("run/results.json", b"{}")),
     ("train.py --eval run", 1, "results.json is spoiled (list", put("run/results.json", b"[]")),
     # Images.
@@ -3210,6 +3294,7 @@ BAD_INPUTS = [
     ("compare.py --dataset cifar100", 2, "invalid choice: 'cifar100'"),
     ("compare.py --seeds x", 2, "invalid whole_number value: 'x'"),
     ("compare.py --seeds", 2, "expected at least one argument"),
+    ("compare.py --finished --out away", 2, "away has no finished run of MULTI-LANE"),
     ("compare.py --with CODA '--lr 1'", 2, "the rows are MULTI-LANE, MULTI-LANE with readout, joint"),
     ("compare.py --with CODA-P \"--lr '1\"", 2, "No closing quotation"),
     ("compare.py -- --lr -1", 2, "-1 is not above 0"),
@@ -3222,6 +3307,7 @@ BAD_INPUTS = [
     ("bench.py --precision fp8", 2, "invalid choice: 'fp8'"),
     ("bench.py --frobnicate", 2, "--frobnicate"),
     ("bench.py --device warp", 2, "--device warp cannot be used"),
+    ("bench.py --device meta", 2, "--device meta cannot be used"),
     ("bench.py --backbone no_such_vit --out .", 2, "no_such_vit"),
     ("bench.py --backbone resnet18 --out .", 2, "cannot carry lanes"),
     ("bench.py --out file", 2, "--out file cannot be a folder"),
@@ -3268,6 +3354,7 @@ def test_bad_inputs_get_one_sentence_and_touch_nothing(
     assert everything(tmp_path) == before
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_what_a_killed_process_left_is_removed_and_not_read(voc_run, cut_run, tmp_path):
     shutil.copytree(cut_run, tmp_path / "run")
     for name in ("state.safetensors", "config.json", "lane-02.safetensors"):
@@ -3580,9 +3667,10 @@ def method_flags(small, name, **more):
 def test_baselines_run_resume_and_score_again(name, small, tmp_path, capsys, monkeypatch):
     words = method_flags(small, name, protocol=None if name == "joint" else "B0-C10")
     assert train.main([*words, "--run", str(tmp_path / "whole")]) == 0
-    stop_after_writes(monkeypatch, 3 if name == "joint" else 10, KeyboardInterrupt())
-    assert train.main([*words, "--run", str(tmp_path / "cut")]) == 130
-    monkeypatch.undo()
+    undraw(monkeypatch)
+    with monkeypatch.context() as patch:
+        stop_after_writes(patch, 3 if name == "joint" else 10, KeyboardInterrupt())
+        assert train.main([*words, "--run", str(tmp_path / "cut")]) == 130
     capsys.readouterr()
     assert train.main(["--resume", "--run", str(tmp_path / "cut")]) == 0
     done = 0 if name == "joint" else 1  # what the first task left in shared state is needed here
@@ -3592,6 +3680,7 @@ def test_baselines_run_resume_and_score_again(name, small, tmp_path, capsys, mon
     assert "the same digits" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_two_processes_agree_with_one_on_shared_prompts(small, tmp_path, monkeypatch):
     words = method_flags(small, "dualprompt", batch=7, lr=0.02)
     assert train.main([*words, "--run", str(tmp_path / "one")]) == 0
@@ -3605,6 +3694,7 @@ def test_two_processes_agree_with_one_on_shared_prompts(small, tmp_path, monkeyp
             assert (p - other[key]).abs().max() < 1e-3
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_fine_tuning_forgets_and_lanes_do_not(small, tmp_path, monkeypatch):
     """On a few hundred scenes: both know the first task equally well, until the next ones come."""
     monkeypatch.setattr(data, "GLYPH_TRAIN", 300)
@@ -3658,6 +3748,7 @@ def test_spread_is_mean_and_deviation_of_what_is_known():
     assert compare.spread([80.04]) == "80.0" and compare.spread([None, math.nan]) == "-"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_comparison_is_one_command_and_is_not_repeated(small, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(data, "GLYPH_TRAIN", 100)
     monkeypatch.setattr(data, "GLYPH_TEST", 60)
@@ -3692,6 +3783,17 @@ def test_the_comparison_is_one_command_and_is_not_repeated(small, tmp_path, caps
         assert (out / f"{name}.png").stat().st_size > 5000 and f"({name}.png)" in text
     monkeypatch.setattr(train, "main", lambda words: pytest.fail("a finished run is repeated"))
     assert compare.main(words) == 0 and (out / "comparison.md").read_text() == text
+    for run in ("l2p-seed1", "coda-p-seed0", "linear-probe-seed0"):
+        (out / run / "report.md").unlink()
+    for seed in (0, 1):
+        (out / f"token-merging-seed{seed}" / "report.md").unlink()
+    assert compare.main(["--finished", *words]) == 0
+    numbers = json.loads((out / "comparison.json").read_text())
+    seeds = {name: len(results) for name, results in numbers["rows"].items()}
+    assert (
+        seeds["MULTI-LANE"] == 2 and seeds["L2P"] == seeds["CODA-P"] == seeds["linear probe"] == 1
+    )
+    assert "Token Merging" not in seeds and len(numbers["frequency"]) == 5
 
 
 # ---------------------------------------------------------------------------------------------

@@ -285,7 +285,7 @@ def start_processes(device: str) -> torch.device:
         chosen = torch.device(device)
         if chosen.type == "cuda" and chosen.index is None:
             chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.zeros(1, device=chosen)
+        torch.zeros(1, device=chosen).item()  # meta would make tensors, without numbers
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(f"--device {device} cannot be used here ({reason})") from None
@@ -673,7 +673,7 @@ def learning_rate(o: Options, epoch: int) -> float:
 def unkept_seconds(
     model: MultiLane, lane: int, task: Task, transform: Callable, o: Options
 ) -> float:
-    """How long an epoch without the kept stream would take, from at most two batches."""
+    """How long an image of an epoch without the kept stream would take, by at most two batches."""
     small = Options(**vars(o) | {"batch": min(o.batch, TEST_BATCH)})
     batches, times = fresh_batches(task, transform, small, 0), []
     for _ in range(2):  # the first one warms up
@@ -684,7 +684,7 @@ def unkept_seconds(
                 torch.cuda.synchronize()
             times.append((time.perf_counter() - started) / len(batch[-1]))
     model.zero_grad()
-    return times[-1] * len(task.train) / rank_and_world()[1] if times else math.nan
+    return times[-1] if times else math.nan
 
 
 def train_lane(model: MultiLane, task: Task, state: State, o: Options) -> None:
@@ -700,9 +700,12 @@ def train_lane(model: MultiLane, task: Task, state: State, o: Options) -> None:
             restore(model, lane, optimizer, state.tensors)
         except SPOILED as error:
             raise spoiled(o.folder / "state.safetensors", error) from None
-    if o.cache_views and method(o).on_stream and (state.epoch < o.epochs or o.readout):
-        times["unkept_epoch"] = unkept_seconds(model, lane, task, views[0], o)
+    if o.cache_views and method(o).on_stream and state.epoch < o.epochs:
+        # Lanes cost alike: measured once in a run, it holds for the other tasks.
+        known = [r["time"]["unkept_image"] for r in state.records if "unkept_image" in r["time"]]
+        each = known[0] if known else unkept_seconds(model, lane, task, views[0], o)
         kept = keep_training(model, task, views, o)
+        times = {"unkept_image": each, "unkept_epoch": each * images / rank_and_world()[1]}
         times["keeping"] = kept.seconds
     with progress(f"task {lane + 1}", o.epochs * images, state.epoch * images) as bar:
         for epoch in range(state.epoch, o.epochs):
@@ -749,10 +752,16 @@ def learn_readout(
 
         features = map(seen, torch.arange(len(labels)).split(TEST_BATCH))
     else:
+
+        def kept_bits(images: Tensor) -> Tensor:  # resumed after the last epoch: as if it were kept
+            g, cls = (t.float().cpu() for t in model.stream(images))  # [L,b,N,D], [b,D]
+            return readout_features(model.backbone, g[-1].half().float(), cls)
+
         where = f"task {task.index + 1}, training"
         options = {"workers": o.workers, "rank": rank, "world": world, "where": where}
         batches = data.load_batches(task.train, view, TEST_BATCH * world, **options)
-        features = (model.features(images.to(o.where)) for images, *_ in batches)
+        look = kept_bits if o.cache_views == 1 else model.features
+        features = (look(images.to(o.where)) for images, *_ in batches)
     with autocast(o):
         for phi, truth in zip(features, labels.split(TEST_BATCH), strict=True):
             model.learn_readout(task.index, phi, truth)
@@ -836,7 +845,7 @@ def test_logits(model: MultiLane, test: TestImages, lanes: Sequence[int | None])
 @torch.no_grad()
 def test_features(model: MultiLane, test: TestImages) -> Tensor:
     """What the readout sees of all test images [n,F], for all processes."""
-    phi = torch.zeros(test.count, 3 * model.backbone.embed_dim + 1, device=test.o.where)
+    phi = torch.zeros(test.count, len(model.no_statistics(0).gram), device=test.o.where)
     parts = [phi[:0]]
     with autocast(test.o):
         parts += [readout_features(model.backbone, g[-1], cls) for g, cls in test.batches(model)]
@@ -1723,6 +1732,11 @@ def check_settings(o: Options, given: Collection[str]) -> None:
         raise UsageError(
             "--holdout with --start-from could test old lanes on images that they were trained "
             "on: give the data a test part"
+        )
+    if o.readout and o.ablate == "pathways":
+        raise UsageError(
+            "--readout with --ablate pathways: the readout is scored beside lanes that are asked "
+            "one by one, one pathway is asked as a whole: leave one of the two out"
         )
     if o.cache_views > 1 and not method(o).on_stream:
         raise UsageError(f"--cache-views {o.cache_views} {named}: give 0 or 1, it keeps no stream")
