@@ -359,7 +359,7 @@ class Summarize(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
         g, alphas = ctx.saved_tensors
-        grad_s = grad.new_zeros(grad.shape[1:])
+        grad_s = alphas.new_zeros(grad.shape[1:])  # not rounded by autocast
         for part, alpha, d_gbar in Summarize.parts(g, alphas.to(grad.dtype), grad):
             part = part.to(grad.dtype)
             d_alpha = d_gbar @ part.mT  # [b,M,N]
