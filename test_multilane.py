@@ -3173,6 +3173,7 @@ BAD_INPUTS = [
     ("train.py VOC --run small", 2, "small is no run's folder, it holds "),
     ("train.py VOC --run run", 2, "run is a run already: score it with --eval"),
     ("train.py VOC --run cut", 2, "cut is a run already: go on with --resume"),
+    ("train.py --resume --run nowhere", 2, "nowhere holds no run to go on with: check --run"),
     ("train.py VOC --run run --epochs 3 --selectors 4", 2,
      "--epochs (there 2, here 3), --selectors (there 3, here 4)"),
     ("train.py VOC --run run --resume --epochs 3", 2, "differs in --epochs (there 2, here 3)"),

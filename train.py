@@ -1005,9 +1005,14 @@ def make_config(o: Options, model: MultiLane, benchmark: Benchmark) -> dict:
 def settle(explicit: dict, folder: Path) -> tuple[Options, dict | None]:
     """The options of a training: of the folder's run if there is one, else presets and flags."""
     saved = share(read_config(folder) if is_first() else None)
-    if saved is None:
-        return complete(explicit), None
     resume = "resume" in explicit
+    if saved is None:
+        if resume and "run" in explicit and "dataset" not in explicit:  # it knows its own
+            raise UsageError(
+                f"{folder} holds no run to go on with: check --run, or say which --dataset to "
+                "begin there"
+            )
+        return complete(explicit), None
     asked = explicit if resume else vars(complete(explicit))
     differing = [
         f"{flag(name)} (there {value}, here {asked[name]})"
@@ -1643,7 +1648,7 @@ def make_parser(dataset: str, method: str = "multilane") -> argparse.ArgumentPar
     add("--start-from", text=text, metavar="RUN", type=Path)
     # torchrun on Python 3.11 takes --run for its own --run-path: hence the second name.
     add("--run", "--run-dir", text="folder; default: runs/<data set>-<protocol>...", **path)
-    add("--resume", text="go on with a run, or begin it", action="store_true")
+    add("--resume", text="go on with the run in --run, or begin it", action="store_true")
     add("--eval", text="score a finished run again", metavar="RUN", type=Path)
     add("--predict", text="classes of images, by --run", nargs="+", metavar="IMAGE", type=Path)
     add("--dry-run", text="everything in seconds, over a few images", action="store_true")
@@ -1785,7 +1790,9 @@ def command(arguments: Sequence[str] | None) -> None:
     try:
         return train(explicit, folder)
     except KeyboardInterrupt:
-        say(f"\nstopped; go on with: python train.py {go_on}")
+        begun = (folder / "config.json").is_file()
+        hint = f"go on with: python train.py {go_on}" if begun else "nothing has been kept yet"
+        say(f"\nstopped; {hint}")
         raise
     except OSError as error:
         raise RunError(
