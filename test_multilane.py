@@ -3148,6 +3148,7 @@ BAD_INPUTS = [
     ("train.py --method coda-p --cache-views 2", 2, "--cache-views 2 with --method coda-p"),
     # Backbones and weights.
     ("train.py --backbone no_such_vit", 2, "no_such_vit"),
+    ("train.py --backbone no_such_vit", 2, "give a file of them as --weights"),
     ("train.py --backbone resnet18 --weights empty.pth", 2, "resnet18",
      lambda: torch.save({}, "empty.pth")),
     ("train.py --weights nowhere.pth", 2, "--weights nowhere.pth: there is no such file"),

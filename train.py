@@ -344,7 +344,15 @@ def load_vit(name: str, weights: Path | None) -> nn.Module:
         weights = data.GLYPH_WEIGHTS
     if weights is not None and not weights.is_file():
         raise UsageError(f"--weights {weights}: there is no such file")
-    vit = data.build_glyph_vit(None) if glyphs else build_backbone(name, weights is None)
+    try:
+        vit = data.build_glyph_vit(None) if glyphs else build_backbone(name, weights is None)
+    except ValueError as error:  # its remedy, an object to pass, is none on a command line
+        reason = " ".join(str(error.__cause__ or error).split()).rstrip(".")
+        raise UsageError(
+            f"timm could not build --backbone {name} ({reason}): check its name with "
+            "timm.list_models; if only its weights cannot be downloaded, give a file of them "
+            "as --weights"
+        ) from None
     if weights is not None:
         try:
             if weights.suffix == ".safetensors":
