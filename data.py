@@ -268,8 +268,7 @@ def read_image(path: Path, where: str) -> Image.Image:
         return open_image(path)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(
-            f"{path} ({where}) cannot be read as an image ({error}): replace it, or take it out "
-            "of the lists."
+            f"{path} ({where}) cannot be read as an image ({error}): replace it, or leave it out."
         ) from error
 
 
