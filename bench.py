@@ -401,7 +401,7 @@ def machine(o: Options) -> str:
         names = [line.split(":")[1].strip() for line in lines if "model name" in line] or names
     gpu = f"{torch.cuda.get_device_name(o.where)}, " if o.where.type == "cuda" else ""
     cores, threads = os.cpu_count(), torch.get_num_threads()
-    return f"{gpu}{names[0]}, {cores} cores, {threads} threads"
+    return f"{gpu}{names[0]}, {cores} cores, {threads} thread{'s' * (threads > 1)}"
 
 
 COMPLEXITY_NOTE = """
@@ -529,11 +529,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser = train.Parser("bench.py", None, __doc__, formatter_class=style, allow_abbrev=False)
 
     def add(name: str, text: str, **options: Any) -> None:
-        text += f" (default: {SETTINGS[name]}; quick: {(SETTINGS | QUICK)[name]})"
+        if SETTINGS[name] not in (None, False):
+            quick = f"; quick: {QUICK[name]}" if name in QUICK else ""
+            text += f" (default: {SETTINGS[name]}{quick})"
         parser.add_argument(train.flag(name), help=text, default=argparse.SUPPRESS, **options)
 
     add("backbone", "a timm ViT")
-    add("lanes", "T", type=train.at_least(1))
+    add("lanes", "T, how many there are", type=train.at_least(1))
     add("selectors", "S of each lane", type=train.at_least(1))
     add("prompts", "P of each lane and block", type=train.at_least(0))
     add("batch", "images", type=train.at_least(1))
@@ -541,7 +543,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("precision", "of the forward pass", choices=("fp32", "bf16"))
     add("compile", "with torch.compile", action="store_true")
     add("device", "cpu, cuda, cuda:1, ...")
-    add("only", "one part", choices=PARTS)
+    add("only", "one part instead of all three", choices=PARTS)
     add("out", "folder for tables and plots", type=Path, metavar="PATH")
     text = "a small ViT, few sizes: everything in seconds"
     parser.add_argument("--quick", help=text, action="store_true")

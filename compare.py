@@ -209,7 +209,8 @@ def make_parser() -> train.Parser:
     )
     several = [name for name, preset in train.PRESETS.items() if name not in train.SINGLE_LABEL]
     parser.add_argument("--dataset", choices=several, default="glyphs", help="default: glyphs")
-    parser.add_argument("--seeds", type=train.at_least(0), nargs="+", default=[0, 1, 2])
+    text = "a run of every row for each; default: 0 1 2"
+    parser.add_argument("--seeds", type=train.at_least(0), nargs="+", default=[0, 1, 2], help=text)
     parser.add_argument(
         "--with", nargs=2, action="append", default=[], metavar=("ROW", "FLAGS"), dest="extra",
         help="more flags for one row, as in --with CODA-P '--epochs 3 --lr 0.01'",

@@ -1339,13 +1339,15 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser("data.py", description=text, allow_abbrev=False)
     seed = at_least(0)
     parser.add_argument("dataset", choices=PROTOCOLS, help=", ".join(PROTOCOLS), metavar="dataset")
-    parser.add_argument("--protocol", help="B0-C4, B10-C2, 10-tasks, ...; default: the paper's")
+    known = ", ".join(f"{name} {protocol}" for name, protocol in PROTOCOLS.items() if protocol)
+    parser.add_argument("--protocol", help=f"B0-C4, B10-C2, 10-tasks, ...; default: {known}")
     text = "test on this part of the training images"
     parser.add_argument("--holdout", type=between(0, 0.9), help=text)
-    parser.add_argument("--data-dir", type=Path, default=Path("data"), help="default: %(default)s")
-    text = "of glyphs' scenes, ImageNet-R's split"
+    text = "where data sets are, or are downloaded to; default: %(default)s"
+    parser.add_argument("--data-dir", type=Path, default=Path("data"), help=text)
+    text = "of glyphs' scenes, ImageNet-R's split, --holdout, --pretrain; default: %(default)s"
     parser.add_argument("--seed", type=seed, default=0, help=text)
-    text = "shuffle the classes; default: alphabetical"
+    text = "shuffle the classes; default: alphabetical, or as in an own classes.txt"
     parser.add_argument("--order-seed", type=seed, help=text)
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the split into a PNG")
     parser.add_argument("--check-data", action="store_true", help="open every image once")

@@ -1636,7 +1636,7 @@ def make_parser(dataset: str, method: str = "multilane") -> argparse.ArgumentPar
 
     def add(*names: str, text: str, **options):
         name = names[0].removeprefix("--").replace("-", "_")
-        if name in preset:
+        if preset.get(name) is not None:
             default = preset[name]
             default = ("no", "yes")[default] if isinstance(default, bool) else default
             text = f"{text} (default: {default})"
@@ -1655,10 +1655,21 @@ def make_parser(dataset: str, method: str = "multilane") -> argparse.ArgumentPar
     text = "a run whose lanes are those of the first tasks: only the other tasks are trained"
     add("--start-from", text=text, metavar="RUN", type=Path)
     # torchrun on Python 3.11 takes --run for its own --run-path: hence the second name.
-    add("--run", "--run-dir", text="folder; default: runs/<data set>-<protocol>...", **path)
+    add(
+        "--run",
+        "--run-dir",
+        text="the run's folder; default: runs/<data set>-<protocol>...",
+        **path,
+    )
     add("--resume", text="go on with the run in --run, or begin it", action="store_true")
     add("--eval", text="score a finished run again", metavar="RUN", type=Path)
-    add("--predict", text="classes of images, by --run", nargs="+", metavar="IMAGE", type=Path)
+    add(
+        "--predict",
+        text="the classes of images, by the lanes of --run",
+        nargs="+",
+        metavar="IMAGE",
+        type=Path,
+    )
     add("--dry-run", text="everything in seconds, over a few images", action="store_true")
     group = parser.add_argument_group(f"settings, with the defaults of {dataset} and {method}")
     add("--method", text="see baselines.py", choices=baselines.METHODS)
@@ -1672,18 +1683,18 @@ def make_parser(dataset: str, method: str = "multilane") -> argparse.ArgumentPar
     add("--prompt-blocks", text="the first so many blocks have prompts", type=at_least(0))
     add("--normalize", text="pixels by the backbone's mean and std", **yes_no)
     add("--crop-scale", text="least part of an image in a training view", type=between(0, 1))
-    add("--flip", text="half of the training views", **yes_no)
+    add("--flip", text="mirror half of the training views", **yes_no)
     text = """keep the frozen stream of so many fixed views of each training image on disk, and
         train on that; 1: the centre, not augmented; 0: new views in every epoch"""
     add("--cache-views", text=text, type=at_least(0))
     add("--cache-dir", text="where to keep it, instead of the run's folder", **path)
     add("--warm-start", text="selectors and prompts start from the lane before", **yes_no)
-    text = """beyond the paper: add to the lanes' logits those of a readout that all lanes share, so
-        often (2 if no number is given)"""
+    text = """beyond the paper: add to the lanes' logits those of a readout that all lanes share,
+        times WEIGHT (2 if no number is given)"""
     options = {"nargs": "?", "const": 2.0, "type": between(0, 1e6), "metavar": "WEIGHT"}
     add("--readout", text=text, **options)
     add("--ablate", text="take one idea away; selectors: Token Merging", choices=ABLATIONS)
-    add("--merged-tokens", text="that Token Merging leaves at most", type=at_least(1))
+    add("--merged-tokens", text="tokens that Token Merging leaves at most", type=at_least(1))
     add("--threshold", text="of --predict, and of CF1, OF1 besides 0.8", type=between(0, 1))
     add("--seed", text="of everything random", type=at_least(0))
     group = parser.add_argument_group("this machine")
