@@ -2811,6 +2811,17 @@ def test_ctrl_c_ends_in_a_sentence(small, tmp_path):
     assert f"go on with: python train.py --resume --run {tmp_path / 'run'}" in out
 
 
+def test_ctrl_c_before_a_run_has_begun_names_none_to_go_on_with(tmp_path, capsys, monkeypatch):
+    def interrupted(o):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "build_model", interrupted)
+    assert train.main(["--run", str(tmp_path / "run")]) == 130
+    told = capsys.readouterr().out
+    assert "nothing has been kept yet" in told and "--resume" not in told
+    assert not (tmp_path / "run").exists()
+
+
 def stop_after_writes(monkeypatch, count, error):
     written, write = [], data.write_whole
 
