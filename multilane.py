@@ -597,19 +597,22 @@ class Statistics(NamedTuple):
 
 
 def readout_features(vit: nn.Module, g: Tensor, cls: Tensor) -> Tensor:
-    """What the readout sees of an image: phi [B,F], F = 3 D + 1.
+    """What the readout sees of an image: phi [B,F], F = 4 D + 1.
 
-    From the last block's g [B,N,D] its [CLS] and the mean of its patches; the frozen [CLS] after
-    the final norm, cls [B,D]; each of one length, sqrt(D); and 1. It is all there for the lanes.
+    From the last block's g [B,N,D] its [CLS], the mean of its patches and what [CLS] gathers there
+    by attention; the frozen [CLS] after the final norm, cls [B,D]; each of one length, sqrt(D);
+    and 1. Next to the lanes this costs almost nothing.
     """
-    patches = g[:, vit.num_prefix_tokens :].mean(1)  # [B,D]
-    parts = torch.stack([g[:, 0], patches, cls], 1).float()  # [B,3,D]
-    phi = F.normalize(parts, dim=-1) * g.shape[-1] ** 0.5
-    return torch.cat([phi.flatten(1), torch.ones_like(phi[:, 0, :1])], -1)
+    attn, patches = vit.blocks[-1].attn, g[:, vit.num_prefix_tokens :].mean(1)  # [B,D]
+    # The frozen [CLS] as a lane whose summaries are the tokens themselves (identity vi).
+    heads = lane_attention(attn, project(attn, g[:, :1]), None, g[:, None, 1:])[:, 0]  # [B,H*d]
+    parts = [F.normalize(x.float(), dim=-1) for x in (g[:, 0], patches, heads, cls)]
+    phi = torch.cat(parts, -1) * g.shape[-1] ** 0.5
+    return torch.cat([phi, torch.ones_like(phi[:, :1])], -1)
 
 
 def solve_readout(tasks: Sequence[Statistics]) -> Tensor:
-    """Weights [F,C] in closed form: phi @ weights are the classes' log-odds in an image.
+    """Weights [F,C] in closed form, for `readout_logits`.
 
     lambda is the one of the least generalized cross-validation error (Golub, Heath and Wahba 1979),
     |y - Phi w|^2 / (1 - f/n)^2 with f = trace G (G + lambda I)^-1: it estimates the error on new
@@ -641,6 +644,19 @@ def solve_readout(tasks: Sequence[Statistics]) -> Tensor:
     w = w * slope
     w[-1] += torch.log(positives / negatives) - slope * (m1 + m0) / 2
     return w.float()
+
+
+def readout_logits(phi: Tensor, weights: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Log-odds [B,C] of the classes in images of features phi [B,F]; sizes: classes of each task.
+
+    An image with classes of k tasks is in the sums k times, in all but one of them as an image
+    without the class: so phi @ weights are log-odds of y / k. Of all tasks' probabilities p, k is
+    estimated as the participation number (sum p)^2 / sum p^2, from 1 to T.
+    """
+    r = phi.float() @ weights  # [B,C]
+    log_p = torch.stack([F.logsigmoid(part.amax(-1)) for part in r.split(list(sizes), -1)], -1)
+    log_k = 2 * log_p.logsumexp(-1) - (2 * log_p).logsumexp(-1)  # [B]
+    return r + log_k.unsqueeze(-1)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -744,7 +760,7 @@ class MultiLane(nn.Module):
         names = [known.get("architecture") or type(backbone).__name__, known.get("tag")]
         self.backbone_name = ".".join(filter(None, names))
         self._stacks, self._kernel_works, self._fingerprint = {}, {}, None
-        self._solved = [], torch.empty(0)  # statistics, and the readout's weights by them
+        self._solved = [], None, None  # statistics, the readout's weights by them, who has none
         self.fingerprint()  # taken now: a later .half() does not make it another backbone
 
     # Lanes come and go ------------------------------------------------------------------------
@@ -954,19 +970,27 @@ class MultiLane(nn.Module):
 
     def read_out(self, phi: Tensor) -> Tensor:
         """The readout's part of the logits [B,C] of phi [B,F]; 0 for lanes without statistics."""
-        now = [lane.statistics for lane in self.lanes]
+        if not self.lanes:
+            return phi[:, :0]
+        now, sizes = zip(
+            *((lane.statistics, len(lane.classes)) for lane in self.lanes), strict=True
+        )
         if len(now) != len(self._solved[0]) or not all(map(operator.is_, now, self._solved[0])):
-            weights = torch.zeros(phi.shape[1], len(self.classes))  # [F,C]
-            known = [lane.statistics is not None for lane in self.lanes for _ in lane.classes]
-            if any(known):
-                solved = solve_readout([task for task in now if task is not None])
-                weights[:, known] = solved * self.config.readout
-            self._solved = now, weights
-        return phi @ self._solved[1].to(phi.device)
+            known = [task for task in now if task is not None]
+            unknown = [task is None for task, size in zip(now, sizes) for _ in range(size)]
+            unknown = torch.tensor(unknown, device="cpu")  # [C]
+            weights = torch.zeros(phi.shape[1], sum(sizes), device="cpu")  # [F,C]
+            weights[-1, unknown] = -1e4  # never there, as far as the other classes ask
+            if known:
+                weights[:, ~unknown] = solve_readout(known)
+            self._solved = now, weights, unknown
+        weights, unknown = (t.to(phi.device) for t in self._solved[1:])
+        return self.config.readout * readout_logits(phi, weights, sizes).masked_fill(unknown, 0)
 
     def no_statistics(self, classes: int) -> Statistics:
         """The readout's sums over no image yet."""
-        F = 3 * self.backbone.embed_dim + 1
+        attn = self.backbone.blocks[-1].attn
+        F = 3 * self.backbone.embed_dim + attn.qkv.out_features // 3 + 1  # of readout_features
         return Statistics(torch.zeros(F, F), torch.zeros(F, classes))
 
     def key_loss(self, cls: Tensor, lane: int) -> Tensor:
