@@ -3866,9 +3866,12 @@ def test_counts_of_bench_follow_from_the_sizes(published_rows):
             more = attention + T * lane
         else:  # identity (v): of the last block's patches, only keys and values
             linear = (N + T) * a_token - 10 * (N - 1) * D * D + embedding + heads
-            linear += T * S * N * D * L + (row.readout > 0) * ((4 * D + 1) * T * 10 + 3 * D * D)
+            linear += T * S * N * D * L
             rows = 2 * N * D + 2 * H * S * N  # against keys and values, and through alpha
             more = attention * (L - 1) / L + 2 * N * D + T * (rows * L + 2 * 5 * P * H * d)
+            if row.readout:  # [CLS] against g itself, identity (vi); then the classes
+                linear += 3 * D * D + (4 * D + 1) * T * 10
+                more += 2 * D * D + 2 * H * (N - 1) * D
         assert macs.linear == linear, row.name
         assert macs.total == pytest.approx(linear + more, abs=1e4), row.name
 
