@@ -597,18 +597,15 @@ class Statistics(NamedTuple):
 
 
 def readout_features(vit: nn.Module, g: Tensor, cls: Tensor) -> Tensor:
-    """What the readout sees of an image: phi [B,F], F = 4 D + 1.
+    """What the readout sees of an image: phi [B,F], F = 3 D + 1.
 
-    From the last block's g [B,N,D] its [CLS], the mean of its patches and what [CLS] gathers there
-    by attention; the frozen [CLS] after the final norm, cls [B,D]; each of one length, sqrt(D);
-    and 1. Next to the lanes this costs almost nothing.
+    From the last block's g [B,N,D] its [CLS] and the mean of its patches; the frozen [CLS] after
+    the final norm, cls [B,D]; each of one length, sqrt(D); and 1. It is all there for the lanes.
     """
-    attn, patches = vit.blocks[-1].attn, g[:, vit.num_prefix_tokens :].mean(1)  # [B,D]
-    # The frozen [CLS] as a lane whose summaries are the tokens themselves (identity vi).
-    heads = lane_attention(attn, project(attn, g[:, :1]), None, g[:, None, 1:])[:, 0]  # [B,H*d]
-    parts = [F.normalize(x.float(), dim=-1) for x in (g[:, 0], patches, heads, cls)]
-    phi = torch.cat(parts, -1) * g.shape[-1] ** 0.5
-    return torch.cat([phi, torch.ones_like(phi[:, :1])], -1)
+    patches = g[:, vit.num_prefix_tokens :].mean(1)  # [B,D]
+    parts = torch.stack([g[:, 0], patches, cls], 1).float()  # [B,3,D]
+    phi = F.normalize(parts, dim=-1) * g.shape[-1] ** 0.5
+    return torch.cat([phi.flatten(1), torch.ones_like(phi[:, 0, :1])], -1)
 
 
 def solve_readout(tasks: Sequence[Statistics]) -> Tensor:
@@ -989,8 +986,7 @@ class MultiLane(nn.Module):
 
     def no_statistics(self, classes: int) -> Statistics:
         """The readout's sums over no image yet."""
-        attn = self.backbone.blocks[-1].attn
-        F = 3 * self.backbone.embed_dim + attn.qkv.out_features // 3 + 1  # of readout_features
+        F = 3 * self.backbone.embed_dim + 1
         return Statistics(torch.zeros(F, F), torch.zeros(F, classes))
 
     def key_loss(self, cls: Tensor, lane: int) -> Tensor:

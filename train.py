@@ -1693,8 +1693,8 @@ def make_parser(dataset: str, method: str = "multilane") -> argparse.ArgumentPar
     add("--cache-dir", text="where to keep it, instead of the run's folder", **path)
     add("--warm-start", text="selectors and prompts start from the lane before", **yes_no)
     text = """beyond the paper: add to the lanes' logits those of a readout that all lanes share,
-        times WEIGHT (3 if no number is given)"""
-    options = {"nargs": "?", "const": 3.0, "type": between(0, 1e6), "metavar": "WEIGHT"}
+        times WEIGHT (2 if no number is given)"""
+    options = {"nargs": "?", "const": 2.0, "type": between(0, 1e6), "metavar": "WEIGHT"}
     add("--readout", text=text, **options)
     add("--ablate", text="take one idea away; selectors: Token Merging", choices=ABLATIONS)
     add("--merged-tokens", text="tokens that Token Merging leaves at most", type=at_least(1))
