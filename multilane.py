@@ -650,7 +650,8 @@ def readout_logits(phi: Tensor, weights: Tensor, sizes: Sequence[int]) -> Tensor
     without the class: so phi @ weights are log-odds of y / k. Of all tasks' probabilities p, k is
     estimated as the participation number (sum p)^2 / sum p^2, from 1 to T.
     """
-    r = phi.float() @ weights  # [B,C]
+    with torch.autocast("cpu" if phi.is_meta else phi.device.type, enabled=False):
+        r = phi.float() @ weights  # [B,C], large terms that cancel
     log_p = torch.stack([F.logsigmoid(part.amax(-1)) for part in r.split(list(sizes), -1)], -1)
     log_k = 2 * log_p.logsumexp(-1) - (2 * log_p).logsumexp(-1)  # [B]
     return r + log_k.unsqueeze(-1)
