@@ -72,8 +72,16 @@ def slug(name: str) -> str:
 
 
 def run(folder: Path, name: str, flags: Sequence[str], seed: int) -> None:
-    """Train with these flags."""
+    """Train with these flags; a run that is finished must have been trained with them."""
     words = [*flags, "--seed", str(seed), "--order-seed", str(seed)]
+    if is_finished(folder):
+        asked, saved = vars(train.complete(train.parse(words))), train.read_config(folder)
+        if saved and (differing := train.differences(saved, asked)):
+            raise train.UsageError(
+                f"{folder} is a finished run of another configuration, it differs in {differing}: "
+                "give another --out, or --finished for the tables of what is there"
+            )
+        return
     print(f"== {name}, seed {seed}: {shlex.join(['python', 'train.py', *words])}", flush=True)
     if code := train.main([*words, "--resume", "--run", str(folder)]):
         sys.exit(code)  # train.py has said why
@@ -245,8 +253,7 @@ def command(words: Sequence[str]) -> None:
         if o.finished:
             return {seed: folder for seed, folder in found.items() if is_finished(folder)}
         for seed, folder in found.items():
-            if not is_finished(folder):
-                run(folder, name, ["--dataset", o.dataset, *common, *flags[name]], seed)
+            run(folder, name, ["--dataset", o.dataset, *common, *flags[name]], seed)
         return found
 
     if o.finished and not folders("MULTI-LANE"):

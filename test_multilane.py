@@ -3323,7 +3323,7 @@ BAD_INPUTS = [
     ("compare.py --with CODA-P \"--lr '1\"", 2, "No closing quotation"),
     ("compare.py -- --lr -1", 2, "-1 is not above 0"),
     ("compare.py --out file -- --data-dir small", 1, "Not a directory"),
-    ("compare.py --seeds 0 --out .", 1, "results.json is spoiled (",
+    ("compare.py --finished --seeds 0 --out .", 1, "results.json is spoiled (",
      lambda: (Path("run").rename("multi-lane-seed0"), put("multi-lane-seed0/results.json")())),
     # bench.py
     ("bench.py --lanes 0", 2, "0 is below 1"),
@@ -3807,6 +3807,10 @@ def test_the_comparison_is_one_command_and_is_not_repeated(small, tmp_path, caps
         assert (out / f"{name}.png").stat().st_size > 5000 and f"({name}.png)" in text
     monkeypatch.setattr(train, "main", lambda words: pytest.fail("a finished run is repeated"))
     assert compare.main(words) == 0 and (out / "comparison.md").read_text() == text
+    other = [{"1": "2"}.get(w, w) if words[i - 1] == "--epochs" else w for i, w in enumerate(words)]
+    assert compare.main(other) == 2 and (out / "comparison.md").read_text() == text
+    error = capsys.readouterr().err
+    assert "it differs in --epochs (there 1, here 2): give another --out" in error
     for run in ("l2p-seed1", "coda-p-seed0", "linear-probe-seed0"):
         (out / run / "report.md").unlink()
     for seed in (0, 1):

@@ -1025,20 +1025,24 @@ def settle(explicit: dict, folder: Path) -> tuple[Options, dict | None]:
             )
         return complete(explicit), None
     asked = explicit if resume else vars(complete(explicit))
-    differing = [
-        f"{flag(name)} (there {value}, here {asked[name]})"
-        for name, value in saved["settings"].items()
-        if name in asked and asked[name] != value
-    ]
-    if differing:
+    if differing := differences(saved, asked):
         raise UsageError(
-            f"{folder} is a run of another configuration, it differs in {', '.join(differing)}: "
+            f"{folder} is a run of another configuration, it differs in {differing}: "
             "give another --run"
         )
     if not resume:
         go_on = "score it with --eval" if (folder / "report.md").exists() else "go on with --resume"
         raise UsageError(f"{folder} is a run already: {go_on}, or give another --run")
     return from_config(saved, explicit), saved
+
+
+def differences(saved: dict, asked: dict) -> str:
+    """The settings in which a run is not what is asked, in words; empty if there are none."""
+    return ", ".join(
+        f"{flag(name)} (there {value}, here {asked[name]})"
+        for name, value in saved["settings"].items()
+        if name in asked and asked[name] != value
+    )
 
 
 def from_config(saved: dict, explicit: dict) -> Options:
