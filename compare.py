@@ -237,6 +237,9 @@ def command(words: Sequence[str]) -> None:
     """Do what the command line says."""
     cut = words.index("--") if "--" in words else len(words)
     words, common = words[:cut], words[cut + 1 :]
+    own = {"--run", "--run-dir", "--resume", "--eval", "--predict", "--dry-run"}
+    if found := own.intersection(word.partition("=")[0] for word in common):
+        raise train.UsageError(f"{min(found)} does not go with compare.py: it asks for whole runs")
     o, flags = make_parser().parse_args(words), METHODS | ABLATIONS | SWEEP
     for name, more in o.extra:
         if name not in flags:

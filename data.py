@@ -157,7 +157,15 @@ def make_tasks(
         generator = torch.Generator().manual_seed(order_seed)
         order = torch.randperm(len(order), generator=generator).tolist()
     tasks, start, train, test = [], 0, benchmark.train, benchmark.test
-    for index, size in enumerate(task_sizes(protocol, len(order), benchmark.multi_label)):
+    try:
+        sizes = task_sizes(protocol, len(order), benchmark.multi_label)
+    except DataError as error:
+        if benchmark.name != "own":
+            raise
+        names = [f"{name!r}" for name in benchmark.classes]  # one may be a slip of the pen
+        names = names if len(names) <= 20 else [*names[:20], f"{len(names) - 20} more"]
+        raise DataError(f"{str(error)[:-1]}; they are {', '.join(names)}.") from None
+    for index, size in enumerate(sizes):
         own, seen = order[start : start + size], order[: start + size]
         names = [benchmark.classes[c] for c in seen]
         rows = train.labels[:, own].any(1)

@@ -957,8 +957,12 @@ class MultiLane(nn.Module):
         """
         module, phi, targets = self._lane(lane), phi.cpu(), targets.cpu().to(torch.float32)
         old = module.statistics or self.no_statistics(len(module.classes))
-        if not self.config.readout or phi.shape[1:] != old.gram.shape[1:]:
-            raise ValueError("Give phi as `features` makes it, to a LaneConfig with a readout.")
+        if not self.config.readout:
+            raise ValueError(
+                "These lanes have no readout: build them with LaneConfig(readout=2.0)."
+            )
+        if phi.shape[1:] != old.gram.shape[1:]:
+            raise ValueError(f"phi is {tuple(phi.shape)}: give it as `features` makes it.")
         if targets.shape != (len(phi), len(module.classes)):
             raise ValueError(
                 f"targets are {tuple(targets.shape)}: lane {lane} takes "

@@ -780,7 +780,7 @@ def test_a_readout_of_one_class_is_finite(targets):
 def test_misuse_of_the_readout_gets_a_sentence():
     model, _ = taught_model()
     phi = model.features(pictures())
-    with pytest.raises(ValueError, match="with a readout"):
+    with pytest.raises(ValueError, match="have no readout"):
         small_model().learn_readout(0, phi, torch.zeros(3, 4))
     with pytest.raises(ValueError, match="as `features` makes it"):
         model.learn_readout(0, phi[:, 1:], torch.zeros(3, 2))
@@ -1405,6 +1405,29 @@ def toy_benchmark(images=60, classes=6, seed=0):
             data.Split(torch.arange(n).view(n, 1, 1, 1).expand(n, 3, 8, 8).byte(), labels)
         )
     return data.Benchmark("toy", tuple("abcdef"[:classes]), *splits)
+
+
+def test_classes_of_your_own_are_named_where_they_do_not_divide():
+    """One of them may be a slip of the pen: `Red` among `red`."""
+    mine = dataclasses.replace(
+        toy_benchmark(classes=5), name="own", classes=("Red", "blue", "g", "h", "red")
+    )
+    with pytest.raises(DataError, match="be 1 or 5; they are 'Red', 'blue', 'g', 'h', 'red'"):
+        data.make_tasks(mine, "B0-C2")
+
+
+def test_weights_that_cannot_be_downloaded_are_told_from_a_wrong_name(monkeypatch):
+    def offline(name, pretrained=True):
+        raise ValueError("no network")
+
+    monkeypatch.setattr(train, "build_backbone", offline)
+    for name in ("vit_tiny_patch16_224", "vit_tiny_patch16_224.augreg_in21k_ft_in1k"):
+        with pytest.raises(
+            data.UsageError, match=rf"download the weights of --backbone {name} .*--weights"
+        ):
+            train.load_vit(name, None)
+    with pytest.raises(data.UsageError, match=r"build --backbone vit_tiny.x .*timm.list_models"):
+        train.load_vit("vit_tiny.x", None)
 
 
 @pytest.mark.parametrize("order_seed", (None, 3))
@@ -3171,7 +3194,7 @@ BAD_INPUTS = [
     ("train.py --method coda-p --cache-views 2", 2, "--cache-views 2 with --method coda-p"),
     # Backbones and weights.
     ("train.py --backbone no_such_vit", 2, "no_such_vit"),
-    ("train.py --backbone no_such_vit", 2, "give a file of them as --weights"),
+    ("train.py --backbone no_such_vit", 2, "check its name with timm.list_models"),
     ("train.py --backbone resnet18 --weights empty.pth", 2, "resnet18",
      lambda: torch.save({}, "empty.pth")),
     ("train.py --weights nowhere.pth", 2, "--weights nowhere.pth: there is no such file"),
@@ -3186,10 +3209,10 @@ BAD_INPUTS = [
     ("train.py --weights w.safetensors", 2, "w.safetensors is not for glyph_vit: it lacks",
      tensors("w.safetensors", cls_token=(1, 1, 128))),
     ("train.py --weights small/vit.pth --backbone test_vit", 2, "is not for test_vit (Error"),
-    ("train.py --weights small/cifar-100-python/meta", 2, "is not for glyph_vit (Weights only"),
-    ("train.py --weights bomb.pth", 2, "bomb.pth is not for glyph_vit (Weights only",
+    ("train.py --weights small/cifar-100-python/meta", 2, "is not for glyph_vit: it is no checkpoint"),
+    ("train.py --weights bomb.pth", 2, "bomb.pth is not for glyph_vit: it is no checkpoint",
      lambda: torch.save({"a": Bomb()}, "bomb.pth")),
-    ("train.py --weights bomb.pth", 2, "bomb.pth is not for glyph_vit (Weights only",
+    ("train.py --weights bomb.pth", 2, "bomb.pth is not for glyph_vit: it is no checkpoint",
      lambda: put("bomb.pth", pickle.dumps(Bomb()))()),
     # Folders of runs.
     ("train.py VOC --run file", 2, "file is no run's folder, but a file: give another --run"),
@@ -3322,6 +3345,8 @@ BAD_INPUTS = [
     ("compare.py --with CODA '--lr 1'", 2, "the rows are MULTI-LANE, MULTI-LANE with readout, joint"),
     ("compare.py --with CODA-P \"--lr '1\"", 2, "No closing quotation"),
     ("compare.py -- --lr -1", 2, "-1 is not above 0"),
+    ("compare.py -- --dry-run", 2, "--dry-run does not go with compare.py"),
+    ("compare.py -- --run=there", 2, "--run does not go with compare.py"),
     ("compare.py --out file -- --data-dir small", 1, "Not a directory"),
     ("compare.py --finished --seeds 0 --out .", 1, "results.json is spoiled (",
      lambda: (Path("run").rename("multi-lane-seed0"), put("multi-lane-seed0/results.json")())),

@@ -34,6 +34,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -349,11 +350,12 @@ def load_vit(name: str, weights: Path | None) -> nn.Module:
         vit = data.build_glyph_vit(None) if glyphs else build_backbone(name, weights is None)
     except ValueError as error:  # its remedy, an object to pass, is none on a command line
         reason = " ".join(str(error.__cause__ or error).split()).rstrip(".")
-        raise UsageError(
-            f"timm could not build --backbone {name} ({reason}): check its name with "
-            "timm.list_models; if only its weights cannot be downloaded, give a file of them "
-            "as --weights"
-        ) from None
+        tags = timm.list_models(pretrained=True)
+        known = weights is None and any(name in (tag, tag.partition(".")[0]) for tag in tags)
+        told, remedy = "build --backbone", "check its name with timm.list_models"
+        if known:
+            told, remedy = "download the weights of --backbone", "give a file of them as --weights"
+        raise UsageError(f"timm could not {told} {name} ({reason}): {remedy}") from None
     if weights is not None:
         try:
             if weights.suffix == ".safetensors":
@@ -363,6 +365,11 @@ def load_vit(name: str, weights: Path | None) -> nn.Module:
                     found = torch.load(weights, map_location="cpu", weights_only=True)
             found = found.get("model", found.get("state_dict", found))
             missing, extra = vit.load_state_dict(found, strict=False)
+        except UnpicklingError:  # PyTorch's advice is to load it unsafely
+            raise UsageError(
+                f"--weights {weights} is not for {name}: it is no checkpoint, or holds more than "
+                "weights; give a .safetensors file, or one made by torch.save(vit.state_dict(), ...)"
+            ) from None
         except Exception as error:  # noqa: BLE001, a file that is no checkpoint may raise anything
             reason = " ".join(str(error).split())[:200]
             raise UsageError(f"--weights {weights} is not for {name} ({reason})") from None
